@@ -29,7 +29,7 @@ from shardlite.config import MemoryLimit
 from shardlite.errors import LayoutError
 from shardlite.grads import must_land_first
 from shardlite.params import Buffer
-from shardlite.weights import BufferPolicy, GatherOrder, UnitSize
+from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
 """The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""
@@ -156,9 +156,11 @@ class _Weights:
         gathered = []
         if self._users[unit] == 0:
             if unit not in self._policy.buffers:
-                gathered.append(self._gather(unit))
-            self._policy.begin_use(unit)
-            gathered += map(self._gather, self._policy.next_gathers(self._policy.buffers.__contains__, lambda _: True))
+                gathered.append(self._gather(unit, self._policy.victim_for(unit)))
+            upcoming = self._policy.begin_use(unit)
+            for each in upcoming:
+                if each not in self._policy.buffers and (victim := self._policy.victim_for(each, upcoming)) != NO_ROOM:
+                    gathered.append(self._gather(each, victim))
         self._users[unit] += 1
         return gathered
 
@@ -176,8 +178,8 @@ class _Weights:
     def _end_use(self, unit: int) -> None:
         self._evict_all(self._policy.end_use(unit, is_done=self._policy.is_done(unit)))
 
-    def _gather(self, unit: int) -> int:
-        if (victim := self._policy.victim_for(unit)) is not None:
+    def _gather(self, unit: int, victim: int | None) -> int:
+        if victim is not None:
             self._evict_all([victim])
         self._policy.acquire(unit)
         return unit

@@ -84,6 +84,9 @@ class HostWork:
     def __init__(self, reports: FailureReports | None = None, owner: Owner | None = None) -> None:
         self._owner = owner
         self._reports = reports
+        self.succeeded = False
+        """Whether the operation has succeeded, so that its results may be used without a wait."""
+
         self._is_over = False
         self._error: BaseException | None = None
         self._running = Lock()  # held until the operation has ended; `Event` and `Future` take several times as long
@@ -93,10 +96,11 @@ class HostWork:
         """Wait for the results, or raise the operation's error. Call `meanwhile` once if the wait is long."""
         if not self._is_over:
             self._check_owner()
-            if meanwhile is not None and not self.ends_within(_LONGEST):
-                meanwhile()
-            while not self.ends_within(SLOW):
-                self._check()
+            if meanwhile is None or not self.ends_within(_LONGEST):
+                if meanwhile is not None:
+                    meanwhile()
+                while not self.ends_within(SLOW):
+                    self._check()
         self._raise_error()
 
     def done(self) -> bool:
@@ -151,7 +155,7 @@ class HostWork:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> bool:
         self._error = error
-        self._is_over = True  # before waiting threads continue
+        self._is_over, self.succeeded = True, error is None  # before waiting threads continue
         self._running.release()
         return True
 
@@ -426,6 +430,9 @@ class CudaStreamQueue:
 
 class _StreamWork:
     """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
+
+    succeeded = False
+    """As in `HostWork`. The results must not be used without a wait, which orders streams."""
 
     def __init__(self, device: torch.device, end: torch.cuda.Event, host: HostWork) -> None:
         self._device = device

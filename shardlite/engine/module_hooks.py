@@ -9,6 +9,7 @@ hooks later (`save_on_cpu`, checkpointing).
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from threading import get_ident
 from typing import Any
 
@@ -65,6 +66,8 @@ class _Frame:
     label: AbstractContextManager[object] | None = None
     """The module's label in a profile. `None` if the module is not the root of a unit."""
 
+    thread: int = field(default_factory=get_ident)
+
 
 class ModuleHooks:
     """The hooks of one wrapped model.
@@ -110,9 +113,38 @@ class ModuleHooks:
         self._names = {module: name for root in roots[:1] for name, module in root.named_modules()}
         self._unit_names = {module: self._names[module] or ROOT for module in roots}
         of_roots = _breaking_graphs(self._enter), _breaking_graphs(self._leave)
-        of_others = _unless_compiling(self._enter), _unless_compiling(self._leave)
+        of_others = self._hooks_inside()
         for module in needs:
             _register(module, *(of_roots if module in roots else of_others))
+
+    def _hooks_inside(self) -> "tuple[_Hook, _Hook]":
+        """Return the hooks of modules inside the root module of a unit, which find the unit unsharded in most calls.
+
+        The hooks are functions and not methods, because `copy.deepcopy` of a module would copy the object of a method.
+        """
+        frames, depth, needs = self._frames, self._depth, self._needs
+
+        def enter(module: nn.Module, *_: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            units = needs.get(module)
+            is_ready = (
+                units is not None
+                and all(map(depth.get, units))
+                and frames
+                and frames[-1].thread == get_ident()
+                and not torch._C._len_torch_dispatch_stack()  # `_enter` refuses some modes
+                and self._has_entered(module)
+            )
+            if not is_ready:
+                self._enter(module)
+
+        def leave(module: nn.Module, arguments: Any, outputs: Any) -> Any:
+            if torch.compiler.is_compiling() or not frames or frames[-1].module is not module:
+                return None
+            return self._leave(module, arguments, outputs)
+
+        return enter, leave
 
     def uninstall(self) -> None:
         """Remove the hooks."""
@@ -178,7 +210,7 @@ class ModuleHooks:
             return
         if self._thread != get_ident():
             self._claim()
-        if self._frames and self._has_entered(module, units):
+        if self._frames and all(map(self._depth.get, units)) and self._has_entered(module):
             return  # `_leave` will find no frame of this module, and do nothing
         with outside_transforms():
             if not self._frames and not in_backward():
@@ -193,11 +225,10 @@ class ModuleHooks:
             frame.label = profile_label("recompute" if in_backward() else "forward", self._unit_names[module])
             frame.label.__enter__()
 
-    def _has_entered(self, module: nn.Module, units: Sequence[Unit]) -> bool:
-        """Return whether an outer forward, such as that of a block, has already unsharded the units of `module`."""
+    def _has_entered(self, module: nn.Module) -> bool:
+        """Return whether `module` has nothing to do, if an outer forward has already unsharded its units."""
         return (
-            all(map(self._depth.get, units))
-            and self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
+            self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
             and (self._evaluating or torch.is_grad_enabled() or in_backward())
             and (self._calls is None or are_innermost(self._calls))
         )
@@ -270,7 +301,10 @@ class ModuleHooks:
     def _enter_unit(self, unit: Unit) -> None:
         depth = self._depth.get(unit, 0)
         if depth == 0:
-            self._check_locations(unit)
+            there = self._locations[unit]
+            found = map(dict.get, map(_table_of, there), map(_attribute_of, there))
+            if not all(map(is_, found, map(_param_of, there))):
+                self._check_locations(unit)
             unit.check_memory()
             if in_backward():
                 self._backward.enter(unit)
@@ -374,6 +408,9 @@ def _without_params(outputs: Any) -> Any:
 
 _Hook = Callable[..., Any]
 
+_table_of, _attribute_of, _param_of = map(attrgetter, ("module._parameters", "attribute", "param"))
+"""Functions that return parts of a `ParamLocation`. `map` makes no Python call per parameter with them."""
+
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode in which `make_fx` records a graph."""
 
@@ -408,10 +445,3 @@ def _breaking_graphs(hook: _Hook) -> _Hook:
     reason = "it gathers weights; use torch.export with strict=False, inside `with model.gathered():`"
     disabled: _Hook = torch.compiler.disable(hook, reason=reason)  # type: ignore[no-untyped-call]
     return disabled
-
-
-def _unless_compiling(hook: _Hook) -> _Hook:
-    def eager(module: nn.Module, *arguments: Any) -> Any:
-        return None if torch.compiler.is_compiling() else hook(module, *arguments)
-
-    return eager

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardlite.params.full_buffer import storage_key
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
-from shardlite.params.parameters import as_they_are, to_placeholders
+from shardlite.params.parameters import Placeholder, as_they_are, become
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
 _requires_grad_of = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
@@ -179,7 +179,12 @@ class Flat:
             nan = float("nan") if self.compute.to_real().is_floating_point else 0
             self.placeholder = torch.full((), nan, dtype=self.compute, device=self.local.device)
             self._hidden = [self.placeholder.expand(slot.shape) for slot in self.layout.slots]
-        to_placeholders(zip(self.params, self._hidden, strict=True))
+        become(Placeholder, zip(self.params, self._hidden, strict=True))
+
+    def places(self, start: int) -> list[Place]:
+        """Return the place of each slot in memory of the dtype `compute`, in which the flat begins at byte `start`."""
+        first = start // self.compute.itemsize
+        return [(slot.shape, slot.stride, first + slot.start) for slot in self.layout.slots]
 
     def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """For each of the module's parameters, return a pair: the parameter, and its view of the full buffer [W*S]."""

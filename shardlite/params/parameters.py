@@ -159,17 +159,11 @@ def attach(param: nn.Parameter, home: Any) -> None:
         param.__class__ = _mixed(Sharded, kind)
 
 
-def to_placeholders(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn parameters into placeholders, given pairs of a parameter and the memory of its placeholder."""
-    _become(Placeholder, pairs)
+def become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    """Turn parameters into placeholders or full ones, given pairs of a parameter and its new memory.
 
-
-def to_full(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
-    """Turn placeholders into full parameters, given pairs of a parameter and its values."""
-    _become(Sharded, pairs)
-
-
-def _become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    `what` is the class `Placeholder`, or `Sharded` for full parameters.
+    """
     put, hides = _own_data.__set__, what is Placeholder
     with as_they_are():
         for param, memory in pairs:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from itertools import accumulate
 from operator import attrgetter
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,8 @@ from shardlite.comm import Work
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer
-from shardlite.params.layout import round_up
-from shardlite.params.parameters import as_they_are, to_full
+from shardlite.params.layout import round_up, views
+from shardlite.params.parameters import Sharded, as_they_are, become
 
 ROOT = "(root)"
 """Name of the root unit, which holds the parameters of no other unit."""
@@ -51,6 +52,8 @@ class Gradients(Enum):
     REDUCING = "reducing"  # a reduce-scatter is in flight: bucket and gradient shard must not be touched
 
 
+_State = TypeVar("_State", bound=Enum)
+
 _LEGAL: tuple[tuple[Enum, Enum], ...] = (  # a tuple, because a dictionary lookup by an `Enum` calls Python code
     (Weights.SHARDED, Weights.GATHERING),
     (Weights.GATHERING, Weights.FULL),
@@ -64,11 +67,12 @@ _LEGAL: tuple[tuple[Enum, Enum], ...] = (  # a tuple, because a dictionary looku
 )
 
 
-def check_move(unit: str, now: Enum, to: Enum) -> None:
-    """Raise `PhaseError` unless the transition of `unit` from `now` to `to` is legal."""
+def check_move(unit: str, now: Enum, to: _State) -> _State:
+    """Return `to`. Raise `PhaseError` if the transition of `unit` from `now` to `to` is not legal."""
     if (now, to) not in _LEGAL:
         legal = ", ".join(str(end.value) for start, end in _LEGAL if start is now)
         raise PhaseError(f"unit {unit!r}: cannot go from {now.value} to {to.value}; allowed: {legal}")
+    return to
 
 
 @dataclass(eq=False)
@@ -144,6 +148,14 @@ class Unit:
         self.copied = any(not flat.in_place for flat in self.flats)
         lengths = (round_up(flat.full_nbytes, _FLAT_ALIGN) for flat in self.flats)
         *self._starts, self.nbytes = accumulate(lengths, initial=0)
+        self._ranges = [
+            (start, start + flat.full_nbytes, flat.compute)
+            for flat, start in zip(self.flats, self._starts, strict=True)
+        ]
+        self._places = [
+            (flat.compute, flat.places(start)) for flat, start in zip(self.flats, self._starts, strict=True)
+        ]
+        self._addresses: list[int] = []  # addresses of the parameters that `check_memory` has found correct
 
     # ---- transitions ------------------------------------------------------------------------------------------------
 
@@ -153,19 +165,20 @@ class Unit:
 
     def begin_gather(self, work: Work) -> None:
         """Record that `work` gathers the current shards."""
-        self._move(Weights.GATHERING)
-        self.gathered_version, self.bound, self._invalid, self._streams = self.version(), False, False, set()
+        self.phase = check_move(self.name, self.phase, Weights.GATHERING)
+        self.gathered_version = sum(map(_local_version_of, self.flats))
+        self.bound, self._invalid, self._streams = False, False, set()
         self.work = self._latest = work
 
     def landed(self) -> None:
         """Record that the gather in flight is complete."""
         self.work = None
-        self._move(Weights.FULL)
+        self.phase = check_move(self.name, self.phase, Weights.FULL)
 
     def use(self) -> None:
         """Begin a use of the full weights. Uses may nest."""
         if self.phase is Weights.IDLE:
-            self._move(Weights.FULL)
+            self.phase = check_move(self.name, self.phase, Weights.FULL)
         self.users += 1
 
     def end_use(self) -> bool:
@@ -176,20 +189,15 @@ class Unit:
     def bind(self) -> None:
         """Turn the module's parameters into views of the full weights."""
         self.bound = True
-        fulls = self.fulls()
-
-        def cut(_: Tensor) -> list[Tensor]:
-            return [view for flat, full in zip(self.flats, fulls, strict=True) for view in flat.layout.views(full)]
-
         if self.buffer is not None:
-            to_full(zip(self._params, self.buffer.views(self.index, cut), strict=True))
+            become(Sharded, zip(self._params, self.buffer.views(self.index, self._cut_params), strict=True))
             return
-        for flat, full in zip(self.flats, fulls, strict=True):
-            to_full(flat.views(full))
+        for flat, full in zip(self.flats, self.fulls(), strict=True):
+            become(Sharded, flat.views(full))
 
     def rest(self) -> None:
         """Make the unit idle. The parameters stay views of the full weights."""
-        self._move(Weights.IDLE)
+        self.phase = check_move(self.name, self.phase, Weights.IDLE)
 
     def hide(self) -> None:
         """Make the unit idle, and turn the parameters into placeholders. The buffer keeps the full weights."""
@@ -201,21 +209,21 @@ class Unit:
             self.escapes.append(weakref.ref(self.buffer.bytes.untyped_storage()))
         if was_bound:
             self._outdate_hidden()
-        self._move(Weights.IDLE)
+        self.phase = check_move(self.name, self.phase, Weights.IDLE)
 
     def evict(self) -> Buffer:
         """Drop the full weights and return their buffer."""
         assert self.buffer is not None
         buffer, self.buffer = self.buffer, None
         if self.phase is not Weights.SHARDED:  # the phase is SHARDED if an exception prevented the gather
-            self._move(Weights.SHARDED)
+            self.phase = check_move(self.name, self.phase, Weights.SHARDED)
         return buffer
 
     def expire(self) -> None:
         """Turn the parameters into placeholders, because the shards have changed."""
         self._unbind()
         torch.autograd.graph.increment_version(self._params)  # or a backward would read NaN from saved parameters
-        self._move(Weights.SHARDED)
+        self.phase = check_move(self.name, self.phase, Weights.SHARDED)
 
     def share(self, stream: torch.cuda.Stream) -> None:
         """Let a stream other than the home stream read the full weights, stream-ordered after their gather."""
@@ -258,10 +266,6 @@ class Unit:
         """Record that tensors outside the library have stopped viewing `buffer`."""
         self.escapes = [each for each in self.escapes if each() is not buffer.bytes.untyped_storage()]
 
-    def _move(self, to: Weights) -> None:
-        check_move(self.name, self.phase, to)
-        self.phase = to
-
     def _unbind(self) -> None:
         self.bound = False
         for flat in self.flats:
@@ -284,7 +288,7 @@ class Unit:
     def is_fresh(self) -> bool:
         """Whether the full weights are valid or in flight, at the current version of the shards."""
         is_there = self.replicated or self.phase is not Weights.SHARDED
-        return is_there and self.gathered_version == self.version() and not self._invalid
+        return is_there and self.gathered_version == sum(map(_local_version_of, self.flats)) and not self._invalid
 
     @property
     def trainable(self) -> list[Flat]:
@@ -314,10 +318,11 @@ class Unit:
 
     def _cut_fulls(self, memory: Tensor) -> list[Tensor]:
         """Return a view of `memory` [nbytes] for each flat, [W*S]."""
-        return [
-            memory[start : start + flat.full_nbytes].view(flat.compute)
-            for flat, start in zip(self.flats, self._starts, strict=True)
-        ]
+        return [memory[start:stop].view(dtype) for start, stop, dtype in self._ranges]
+
+    def _cut_params(self, memory: Tensor) -> list[Tensor]:
+        """Return a view of `memory` [nbytes] for each parameter."""
+        return [view for dtype, places in self._places for view in views(memory.view(dtype), places)]
 
     def escaped(self) -> bool:
         """Return whether tensors other than the module's parameters view the full weights. The unit must be in use."""
@@ -346,12 +351,18 @@ class Unit:
             LayoutError: the memory of a parameter was replaced.
         """
         with as_they_are():
-            addresses = [[param.data_ptr() for param in flat.params] for flat in self.flats]
-        for flat, start, own in zip(self.flats, self._starts, addresses, strict=True):
+            addresses = list(map(Tensor.data_ptr, self._params))
+        if addresses != self._addresses:
+            self._check_addresses(addresses)
+            self._addresses = addresses
+
+    def _check_addresses(self, addresses: Sequence[int]) -> None:
+        left = iter(addresses)
+        for flat, start in zip(self.flats, self._starts, strict=True):
             placeholder = None if flat.placeholder is None else flat.placeholder.data_ptr()
             full = None if flat.full is None else flat.full.data_ptr()
             lent = None if self.buffer is None else self.buffer.bytes.data_ptr() + start
-            for slot, address in zip(flat.layout.slots, own, strict=True):
+            for slot, address in zip(flat.layout.slots, left, strict=False):
                 home = address - slot.start * flat.compute.itemsize
                 if address != placeholder and home not in (full, lent) and slot.numel:
                     raise LayoutError(

@@ -7,7 +7,7 @@ first.
 
 from shardlite.weights.all_gather import differs, isolated, outside_transforms, take_over, take_over_all
 from shardlite.weights.gather_order import GatherOrder
-from shardlite.weights.policy import BufferPolicy, UnitSize
+from shardlite.weights.policy import NO_ROOM, BufferPolicy, UnitSize
 from shardlite.weights.resident import Gathering, ResidentWeights
 from shardlite.weights.saved_tensors import (
     NO_TRANSFORM,

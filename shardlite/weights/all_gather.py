@@ -141,12 +141,9 @@ class GatherQueue:
 
     def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
         """Start a gather of the unit's current weights into the unit's memory. Call the functions `before` first."""
-        self._context.trace.emit("gather", unit.name)
+        self._context.trace.events.append(("gather", unit.name))
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
-        # As in `submit`, which would be one more call between a module's hook and the first message.
-        self._context.progress.asks()
-        self._last = self._made().submit(*before, gather.execute, self._context.progress.served)
-        unit.begin_gather(self._last)
+        unit.begin_gather(self.submit(*before, gather.execute))
 
     def take_part(self, unit: Unit, *, during: str) -> Gather:
         """Return a gather that only other ranks need."""
@@ -158,8 +155,9 @@ class GatherQueue:
         The operations of `steps` are stream-ordered after the program's computation until the moment `behind`. If
         `behind` is `None`, this moment is now.
         """
-        self._context.progress.asks()
-        self._last = self._made().submit(*steps, self._context.progress.served, behind=behind)
+        progress = self._context.progress
+        progress.asked += 1
+        self._last = (self._queue or self._made()).submit(*steps, progress.served, behind=behind)
         return self._last
 
     def moment(self) -> Moment | None:
@@ -180,9 +178,10 @@ class GatherQueue:
     def wait(self, unit: Unit) -> None:
         """Wait for the gather of a unit, which must be in flight."""
         assert unit.work is not None
-        self._context.trace.emit("wait", unit.name)
-        with self._context.traffic.waiting("gather", unit.name):
-            unit.work.wait(self._context.progress.publish)
+        self._context.trace.events.append(("wait", unit.name))
+        if not unit.work.succeeded:
+            with self._context.traffic.waiting("gather", unit.name):
+                unit.work.wait(self._context.progress.publish)
         unit.landed()
 
 

@@ -75,16 +75,19 @@ class GatherOrder:
         self._records, self._final = repeats, final
         self._on_path = repeats and now.path is not None
 
-    def use(self, unit: int) -> None:
-        """Record that this rank begins to use a unit."""
-        if self._on_path:
-            self._on_path = self.upcoming(1) == [unit]
+    def use(self, unit: int, ahead: int = 0) -> list[int]:
+        """Record that this rank begins to use a unit. Return the next units in the path, at most `ahead`."""
+        now, used = self._now, len(self.uses)
         self.uses.append(unit)
         if unit in self._unused:
             place = self._unused.pop(unit)
             self.wanted.append(unit)
             if place is not None:
-                self._now.needed.add(place)
+                now.needed.add(place)
+        if not self._on_path or now.path is None:
+            return []
+        self._on_path = now.path[used : used + 1] == [unit]
+        return now.path[used + 1 : used + 1 + ahead] if self._on_path else []
 
     # ---- the gathers of all ranks -----------------------------------------------------------------------------------
 

@@ -285,21 +285,20 @@ class Passes:
         finally:
             self.end_pass()
 
-    def comes_next(self, unit: int) -> bool:
-        """Return whether all ranks gather a unit next, so that the unit may be gathered ahead."""
-        return self._single_rank or (self._now is not None and self.order.next_gather() == unit)
-
-    def turn(self, unit: Unit) -> tuple[GatherQueue, Sequence[Callable[[], None]], str]:
-        """Return the queue on which all ranks gather `unit`, the functions to call first, and the kind of the pass."""
+    def gather(self, unit: Unit) -> None:
+        """Start the gather of a unit into its buffer, after the gathers that all ranks make before it."""
         if self._now is None:
             self.begin_pass("what follows an inner pass")
             assert self._now is not None
         now = self._now
         before = [] if self._single_rank else self.order.turn(unit.index)
-        if before != []:
-            self._context.progress.publish()
+        if before == []:
+            self._queue.gather(unit, during=now.kind)
+            return
+        self._context.progress.publish()
         if before is not None:
-            return self._queue, self._taking_part(now, before), now.kind
+            self._queue.gather(unit, *self._taking_part(now, before), during=now.kind)
+            return
         if self._streams.captures():
             raise PhaseError(
                 f"unit {unit.name!r} is needed in {now.kind}, which a CUDA graph captures, but the last passes did "
@@ -308,7 +307,20 @@ class Passes:
         now.exceeds = True
         self.order.append(unit.index)
         self._take_part(now)
-        return now.queue, [partial(self._negotiate, now, unit)], now.kind
+        now.queue.gather(unit, partial(self._negotiate, now, unit), during=now.kind)
+
+    def wait(self, unit: Unit) -> None:
+        """Wait for the gather of a unit, which must be in flight.
+
+        Raises:
+            CommError: a peer failed, timed out or called a different operation.
+        """
+        try:
+            self._queue.wait(unit)
+        except CommError:
+            self._stop_serving()
+            self._reports.raise_verdict()
+            raise
 
     def confirm_ends(self) -> None:
         """Record that the program has waited for an operation that each rank starts after the end of its passes."""

@@ -20,6 +20,9 @@ from typing import NamedTuple
 from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
 
+NO_ROOM = -1
+"""A unit must not be gathered ahead, because all buffers are in use or will soon be."""
+
 
 class BufferPool:
     """A pool that keeps up to `most` buffers. Buffers beyond this number are freed when they are returned.
@@ -128,6 +131,7 @@ class BufferPolicy:
         """Units whose buffers may be evicted, least recently used first."""
 
         self._units = units
+        self._held = 0  # number of buffers that count against `prefetch`
         self._limited = [not unit.keep_unsharded for unit in units]  # whether buffers count against `prefetch`
         self._order = order
         self._prefetch = prefetch
@@ -145,22 +149,28 @@ class BufferPolicy:
     def stop_prefetching(self) -> Iterator[int]:
         """Stop prefetching for the rest of this pass. Yield the units to evict until one buffer remains."""
         self._ahead = 0
-        while self._held() > 1 and (idle := self._evictable()):
+        while self._held > 1 and (idle := self._evictable()):
             yield idle[0]
 
     def acquire(self, unit: int, freed: Buffer | None = None) -> Buffer:
         """Return a buffer for a unit: the buffer `freed` if it fits, else a buffer of the unit's pool."""
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
-        if freed is None or not pool.fits(freed, nbytes):
+        if freed is None or (freed.nbytes != nbytes and not pool.fits(freed, nbytes)):
             del freed  # before another buffer is allocated
             freed = pool.acquire(unit, nbytes)
         self.buffers[unit] = freed
+        self._held += self._limited[unit]
         return freed
 
-    def begin_use(self, unit: int) -> None:
-        """Record that a use of a unit begins."""
+    def begin_use(self, unit: int) -> list[int]:
+        """Record that a use of a unit begins. Return the units to gather ahead: the next units in the path."""
         self.idle.pop(unit, None)
-        self._order.use(unit)
+        upcoming = self._order.use(unit, self._ahead)
+        for each in upcoming:  # idle units that are used soon are evicted last
+            if each in self.idle:
+                del self.idle[each]
+                self.idle[each] = None
+        return upcoming
 
     def end_use(self, unit: int, *, is_done: bool) -> Iterator[int]:
         """Record that a unit is idle. Yield the units to evict, among them the unit itself if it `is_done`.
@@ -173,7 +183,7 @@ class BufferPolicy:
             return
         if is_done:
             yield unit
-        if self._held() > 1 + self._ahead and (victim := self._victim(unit)) is not None:
+        if self._held > 1 + self._ahead and (victim := self._victim(unit, self._evictable())) is not None:
             yield victim
 
     def is_done(self, unit: int) -> bool:
@@ -183,37 +193,26 @@ class BufferPolicy:
         # A unit that this backward still needs, and that has no buffer, may take an idle buffer.
         return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
 
-    def victim_for(self, unit: int) -> int | None:
-        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`."""
+    def victim_for(self, unit: int, upcoming: Sequence[int] | None = None) -> int | None:
+        """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`.
+
+        If `unit` is gathered ahead, together with other `upcoming` units, return `NO_ROOM` if there is no buffer:
+        all buffers are in use, or will soon be.
+        """
         if unit in self.buffers:
             return unit
-        if self._units[unit].keep_unsharded or self._held() <= self._ahead:
+        if self._held <= self._ahead:
             return None
-        return self._victim(unit)
-
-    def next_gathers(self, is_ready: Callable[[int], bool], may_start: Callable[[int], bool]) -> Iterator[int]:
-        """Yield the units to gather ahead now: the next units in the path, as long as buffers are available.
-
-        Args:
-            is_ready: returns whether a unit's full weights are valid or in flight.
-            may_start: returns whether all ranks gather a unit next. If not, the search ends at this unit.
-        """
-        upcoming = self._order.upcoming(self._ahead)
-        for unit in upcoming:  # idle units that are used soon are evicted last
-            if unit in self.idle:
-                del self.idle[unit]
-                self.idle[unit] = None
-        for unit in upcoming:
-            if is_ready(unit):
-                continue
-            if not may_start(unit):
-                return
-            if unit in self.buffers or self._held() <= self._ahead or self._victim(unit) not in [None, *upcoming]:
-                yield unit
+        idle = list(filter(self._limited.__getitem__, self.idle))
+        victim = self._victim(unit, idle) if len(idle) > 1 else idle[0] if idle else None
+        if upcoming is not None and (victim is None or victim in upcoming):
+            return NO_ROOM
+        return None if self._units[unit].keep_unsharded else victim
 
     def evict(self, unit: int) -> Buffer:
         """Remove a unit's buffer and return it."""
         self.idle.pop(unit, None)
+        self._held -= self._limited[unit]
         return self.buffers.pop(unit)
 
     def give_back(self, unit: int, buffer: Buffer) -> None:
@@ -225,23 +224,19 @@ class BufferPolicy:
         for pool in set(self._pools):
             yield from pool.spare()
 
-    def _held(self) -> int:
-        return sum(map(self._limited.__getitem__, self.buffers))
-
     def _evictable(self) -> list[int]:
         return list(filter(self._limited.__getitem__, self.idle))
 
-    def _victim(self, unit: int) -> int | None:
-        """Return the idle unit to evict for `unit`, if possible a unit whose buffer fits.
+    def _victim(self, unit: int, idle: Sequence[int]) -> int | None:
+        """Return the unit in `idle` to evict for `unit`, if possible a unit whose buffer fits.
 
         Prefer the buffer that `unit` used last, unless this buffer belongs to another unit that is used soon.
         """
-        candidates = self._evictable()
-        if len(candidates) < 2:
-            return candidates[0] if candidates else None
+        if len(idle) < 2:
+            return idle[0] if idle else None
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
-        fitting = [idle for idle in candidates if pool.fits(self.buffers[idle], nbytes)]
+        fitting = [each for each in idle if pool.fits(self.buffers[each], nbytes)]
         if (last := pool.last(unit)) is not None:
             soon = self._order.upcoming(self._ahead)
-            fitting.sort(key=lambda idle: self.buffers[idle] is not last or idle == unit or idle in soon)
-        return (fitting or candidates)[0]
+            fitting.sort(key=lambda each: self.buffers[each] is not last or each == unit or each in soon)
+        return (fitting or idle)[0]

@@ -28,7 +28,7 @@ class ResidentWeights:
         self._units = [unit for unit in units if unit.needs_gather and not unit.replicated]
         self._replicated = ReplicatedWeights(units)
         self._queue = GatherQueue(context)
-        self._trace = context.trace
+        self._events = context.trace.events
         self._streams = context.streams
         self._writes: dict[Unit, int] = {}  # `Unit.writes()` of each copied unit at the end of its latest use
 
@@ -51,7 +51,7 @@ class ResidentWeights:
     def reshard(self, unit: Unit) -> None:
         """End one use of a unit."""
         if unit.end_use() and unit.needs_gather:
-            self._trace.emit("reshard", unit.name)
+            self._events.append(("reshard", unit.name))
             self._rest(unit)
 
     def begin_forward(self, kind: str) -> None:

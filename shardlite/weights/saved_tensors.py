@@ -20,7 +20,6 @@ next unit is unsharded:
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -174,16 +173,15 @@ class Handle:
             return view._neg_view() if self.neg else view
 
 
-@dataclass(slots=True)
-class Kept:
+class Kept(tuple[Tensor, int]):
     """A saved tensor that is not a weight, and the version that the tensor must still have in the backward.
 
     PyTorch does not check the versions of tensors that hooks have packed. The tensor is detached, because a graph that
-    held the tensor itself would be a reference cycle and never be freed.
+    held the tensor itself would be a reference cycle and never be freed. (Unlike a dataclass, a tuple is created
+    without a Python call.)
     """
 
-    tensor: Tensor
-    version: int
+    __slots__ = ()
 
 
 class Calls:
@@ -260,7 +258,7 @@ class Calls:
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Return whether `tensor` views a dropped buffer. A buffer is dropped if the program keeps a view of it."""
-        if tensor.untyped_storage().nbytes() not in self._sizes:
+        if not self.gatherer.has_dropped or tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
@@ -276,21 +274,20 @@ class SavedTensorHooks:
 
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
+        self._current, self._unit_of = calls.current, calls.gatherer.owners.get
         self._outer: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)  # (pack, unpack), or `None`
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
-        calls = self.calls
         # Sparse tensors and many subclasses have no storage. Gathered weights always have one.
         has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
-        if has_storage:
-            unit = calls.gatherer.owners.get(tensor.untyped_storage()._cdata)  # the `storage_key`, without a call
-            if unit is not None:
-                # A view that is saved outside of any forward gets a new call.
-                return Handle(calls.current.get(unit) or Call(unit, calls), tensor)
-        if self._outer is not None and not (has_storage and calls.has_given_up(tensor)):
+        # The key is the `storage_key`, without a call.
+        if has_storage and (unit := self._unit_of(tensor.untyped_storage()._cdata)) is not None:
+            # A view that is saved outside of any forward gets a new call.
+            return Handle(self._current.get(unit) or Call(unit, self.calls), tensor)
+        if self._outer is not None and not (has_storage and self.calls.has_given_up(tensor)):
             return self._outer[0](tensor)
-        return Kept(tensor.detach(), tensor._version)
+        return Kept((tensor.detach(), tensor._version))
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor that `pack` has replaced.
@@ -298,8 +295,8 @@ class SavedTensorHooks:
         Raises:
             RuntimeError: the tensor was modified in place after it was saved. The message is PyTorch's own.
         """
-        if isinstance(packed, Kept):
-            tensor, version = packed.tensor, packed.version
+        if type(packed) is Kept:
+            tensor, version = packed
             if tensor._version != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -314,8 +311,8 @@ class SavedTensorHooks:
 
 def are_innermost(calls: Calls) -> bool:
     """Return whether the saved-tensor hooks of `calls` are the innermost ones."""
-    innermost = _innermost()
-    return innermost is not None and innermost.calls is calls
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return top is not None and getattr(getattr(top[0], "__self__", None), "calls", None) is calls
 
 
 def _innermost() -> "SavedTensorHooks | None":

@@ -18,37 +18,42 @@ from torch import Tensor
 
 from shardlite.comm import SPARE, Context
 from shardlite.config import poison_evicted_buffers
-from shardlite.errors import CommError, EscapedViewWarning
+from shardlite.errors import EscapedViewWarning
 from shardlite.params import Buffer, Unit, Weights
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.negotiation import Passes
-from shardlite.weights.policy import BufferPolicy, UnitSize
+from shardlite.weights.policy import NO_ROOM, BufferPolicy, UnitSize
 from shardlite.weights.replicated import ReplicatedWeights
 
 
-class Gatherer(Passes):
+class Gatherer:
     """Unshards and reshards the units of one wrapped model."""
 
     def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
         sharded = [unit for unit in units if not unit.replicated]  # the first units, so that indices stay the same
-        super().__init__(sharded, context)
+        self._units = sharded
+        self.passes = passes = Passes(sharded, context)
+        self.end_pass, self.inside_pass = passes.end_pass, passes.inside_pass
+        self.confirm_ends, self.in_step = passes.confirm_ends, passes.in_step
         self._replicated = ReplicatedWeights(units)
         self.owners: dict[int, Unit] = {}
         """The unit that each buffer belongs to, by the buffer's storage key."""
 
         self._policy = BufferPolicy(
             [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in sharded],
-            self.order,
+            passes.order,
             partial(_allocate, context),
             prefetch=prefetch,
             keeps=context.streams.on_gpu,
         )
         self._backwards = 0
-        self._ledger = context.ledger
+        self._streams = context.streams
+        self._single_rank = context.transport.world_size == 1
         self._trim = context.trim
-        self._trace = context.trace
+        self._events = context.trace.events
         self._poison = poison_evicted_buffers()
-        self._warned = False
+        self.has_dropped = False
+        """Whether a buffer was dropped, because the program has kept a view of it."""
 
     def unshard(self, unit: Unit, *, binds: bool = True) -> None:
         """Make a unit's full weights readable until `reshard`. Calls may nest, and must be made within a pass.
@@ -61,13 +66,10 @@ class Gatherer(Passes):
         if unit.users == 0:
             with isolated(self._streams):
                 if not unit.is_fresh:
-                    self._take_buffer(unit)
-                    queue, before, kind = self.turn(unit)
-                    queue.gather(unit, *before, during=kind)
-                self._policy.begin_use(unit.index)
-                self._prefetch_next()
+                    self._gather(unit, self._policy.victim_for(unit.index))
+                self._prefetch(self._policy.begin_use(unit.index))
                 if unit.phase is Weights.GATHERING:
-                    self._land(unit)
+                    self.passes.wait(unit)
                 if binds:
                     unit.bind()
         elif binds:
@@ -89,7 +91,7 @@ class Gatherer(Passes):
     def reshard(self, unit: Unit) -> None:
         """End one use of a unit. After the last use, the unit is idle and may be evicted."""
         if unit.end_use():
-            self._trace.emit("reshard", unit.name)
+            self._events.append(("reshard", unit.name))
             with isolated(self._streams):
                 for stream in unit.take_streams():
                     self._streams.wait_for(stream)
@@ -114,14 +116,14 @@ class Gatherer(Passes):
         if all(unit.users for unit in self._units):
             return  # inside `gathered()` nothing is gathered, so ranks may run different numbers of passes
         self._policy.begin_pass()
-        self.begin_pass(kind, backwards=backwards, final=final, repeats=True)
+        self.passes.begin_pass(kind, backwards=backwards, final=final, repeats=True)
         self.finish_prefetched()
 
     def after_backward(self, *, final: bool) -> None:
         """End a backward. If it is `final`, drop all idle weights, because a step makes them stale on all ranks."""
-        self.order.end_path()
+        self.passes.order.end_path()
         if final:
-            self.diverged = False
+            self.passes.diverged = False
             for index in list(self._policy.idle):
                 self._evict(self._units[index])
 
@@ -141,7 +143,7 @@ class Gatherer(Passes):
         Raises:
             CommError: a pass did not end on all ranks.
         """
-        super().settle()
+        self.passes.settle()
         self._replicated.refresh()
 
     def spare(self) -> Iterator[Tensor]:
@@ -160,41 +162,30 @@ class Gatherer(Passes):
         for unit in self._units:
             if unit.phase is Weights.GATHERING:
                 with isolated():
-                    self._land(unit)
+                    self.passes.wait(unit)
                     self._make_idle(unit)
 
-    def _prefetch_next(self) -> None:
-        """Start the gathers that are expected next."""
-        for index in self._policy.next_gathers(self._is_ready, self.comes_next):
+    def _prefetch(self, upcoming: Sequence[int]) -> None:
+        """Start the gathers of `upcoming` units that all ranks gather next, as long as buffers are available."""
+        for index in upcoming:
             unit = self._units[index]
-            self._take_buffer(unit)
-            queue, before, kind = self.turn(unit)
-            queue.gather(unit, *before, during=kind)
+            if unit.users or unit.is_fresh:
+                continue
+            if not self._single_rank and self.passes.order.next_gather() != index:
+                return
+            if (victim := self._policy.victim_for(index, upcoming)) != NO_ROOM:
+                self._gather(unit, victim)
 
-    def _is_ready(self, index: int) -> bool:
-        unit = self._units[index]
-        return unit.is_fresh or unit.users > 0
-
-    def _land(self, unit: Unit) -> None:
-        """Wait for a unit's gather."""
-        try:
-            self._queue.wait(unit)
-        except CommError:
-            self._stop_serving()
-            self._reports.raise_verdict()
-            raise
-
-    def _take_buffer(self, unit: Unit) -> None:
-        """Acquire a buffer for a unit that is about to be gathered."""
+    def _gather(self, unit: Unit, victim: int | None) -> None:
+        """Start the gather of a unit into a buffer, if possible the buffer of the unit `victim`, which is evicted."""
         if unit.phase is Weights.GATHERING:  # the weights have changed since the prefetch
-            self._land(unit)
+            self.passes.wait(unit)
             unit.hide()
-        victim = self._policy.victim_for(unit.index)
-        freed = None if victim is None else self._evict(self._units[victim])
-        buffer = self._policy.acquire(unit.index, freed)
-        self._ledger.track("gather buffers", buffer.bytes)  # again, because the memory may have had another purpose
+        # No variable holds the evicted buffer, which is freed before a buffer of another size is allocated.
+        buffer = self._policy.acquire(unit.index, None if victim is None else self._evict(self._units[victim]))
         self.owners[buffer.key] = unit
         unit.take_buffer(buffer)
+        self.passes.gather(unit)
 
     def _make_idle(self, unit: Unit) -> None:
         """Make a unit idle. Evict units if the policy allows no more buffers, or if weights will not be used again."""
@@ -209,7 +200,7 @@ class Gatherer(Passes):
         """Evict an idle unit. Return its buffer, or `None` if another tensor views the buffer or a pool keeps it."""
         self._policy.evict(unit.index)
         buffer = unit.evict()
-        self._trace.emit("evict", unit.name)
+        self._events.append(("evict", unit.name))
         del self.owners[buffer.key]
         if buffer.escaped():
             self._warn(unit)
@@ -223,8 +214,8 @@ class Gatherer(Passes):
         return None
 
     def _warn(self, unit: Unit) -> None:
-        if not self._warned:
-            self._warned = True
+        if not self.has_dropped:
+            self.has_dropped = True
             warnings.warn(
                 f"unit {unit.name!r}: a view of the gathered weights outlived their use, so the buffer cannot be "
                 "reused. The program keeps a weight, or a view of a weight, outside of autograd's saved tensors "
@@ -237,6 +228,6 @@ class Gatherer(Passes):
 
 def _allocate(context: Context, nbytes: int, kept: bool) -> Buffer:
     """Return a new buffer. If `kept` is true, the memory comes from the transport, which sends from this memory."""
-    if kept:
-        return Buffer(context.transport.empty_persistent(nbytes, context.device), kept=True)
-    return Buffer(context.empty(nbytes, torch.uint8))
+    memory = context.transport.empty_persistent(nbytes, context.device) if kept else context.empty(nbytes, torch.uint8)
+    context.ledger.track("gather buffers", memory)
+    return Buffer(memory, kept=kept)

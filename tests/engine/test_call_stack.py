@@ -2,7 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,8 +17,10 @@ from torch import nn
 import shardlite
 from shardlite import CommError, Route, ShardLite
 from shardlite.grads.reduce import ReduceQueue
+from shardlite.weights import unshard
 from shardlite.weights.all_gather import Gather
-from tests.support.patience import seconds
+from tests.support.internals import units
+from tests.support.patience import seconds, until
 from tests.support.twins.sharded import take_step
 
 HOUSE = f"{Path(shardlite.__file__).parent}/"
@@ -28,7 +30,10 @@ TO_THE_QUEUE = {
         "engine/module_hooks.py: _enter",
         "engine/module_hooks.py: _enter_unit",
         "weights/unshard.py: unshard",
+        "weights/unshard.py: _gather",
+        "weights/negotiation.py: gather",
         "weights/all_gather.py: gather",
+        "weights/all_gather.py: submit",
         "comm/streams.py: submit",
     ],
     2: [
@@ -36,6 +41,7 @@ TO_THE_QUEUE = {
         "engine/module_hooks.py: _begin",
         "weights/resident.py: begin_forward",
         "weights/all_gather.py: gather",
+        "weights/all_gather.py: submit",
         "comm/streams.py: submit",
     ],
 }
@@ -58,7 +64,7 @@ STORY = [
     "engine/module_hooks.py: _enter",
     "engine/module_hooks.py: _enter_unit",
     "weights/unshard.py: unshard",
-    "weights/unshard.py: _land",
+    "weights/negotiation.py: wait",
     "weights/all_gather.py: wait",
     "comm/streams.py: wait",
     "comm/streams.py: _raise_error",
@@ -137,15 +143,83 @@ def files(calls: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("stage", TO_THE_QUEUE)
-def test_from_a_modules_hook_to_the_wire_are_thirteen_calls_in_eight_files(cluster, stage):
+def test_from_a_modules_hook_to_the_wire_are_sixteen_calls_in_nine_files(cluster, stage):
     for seen in cluster.run(stack_body, 2, stage):
         assert seen == {"submit": TO_THE_QUEUE[stage], "ring": TO_THE_WIRE}
-    assert len(TO_THE_QUEUE[stage]) + len(TO_THE_WIRE) <= 13
-    assert len(files(TO_THE_QUEUE[stage] + TO_THE_WIRE)) <= 8
+    assert len(TO_THE_QUEUE[stage]) + len(TO_THE_WIRE) <= 16
+    assert len(files(TO_THE_QUEUE[stage] + TO_THE_WIRE)) <= 9
 
 
 def test_stage_0_sends_nothing_in_a_forward(cluster):
     assert cluster.run(stack_body, 2, 0) == [{}, {}]
+
+
+# ---- what a unit's hook enters until the weights are bound ----------------------------------------------------------
+
+ENTERED = 45, 13
+"""Functions that are entered in a steady step, and their files. These numbers may only fall."""
+
+INSIDE = 15
+"""Functions that are entered in the forward of a block of two linear modules, which saves five tensors."""
+
+
+def entered_body(group: Any) -> tuple[list[str], list[str]]:
+    with mock.patch.object(unshard, "poison_evicted_buffers", return_value=False):
+        model = ShardLite(nn.Sequential(*map(Marked, range(5))), units=Marked, group=group, prefetch=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        take_step(optimizer, model(torch.ones(2, 4)).sum())
+    entered: list[str] = []
+
+    def look(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code in (computes.__code__, leaves.__code__):
+            entered.append(f"{code.co_name} {frame.f_locals.get('at', '')}")
+        elif event == "call" and code.co_filename.startswith(HOUSE) and code.co_name != "<listcomp>":
+            entered.append(f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}")
+
+    Marked.landed = lambda: all(unit.work is None or unit.work.done() for unit in units(model))
+    sys.setprofile(look)
+    try:
+        model(torch.ones(2, 4))
+    finally:
+        sys.setprofile(None)
+    hooks = entered[entered.index("leaves 2") : entered.index("computes 3")]
+    hooks = hooks[hooks.index("engine/module_hooks.py: _enter") :]
+    bound = max(i for i, each in enumerate(hooks) if each.startswith("params/parameters.py"))
+    inside = entered[entered.index("computes 3") + 1 : entered.index("leaves 3")]
+    return hooks[: bound + 1], [each for each in inside if each != "comm/streams.py: done"]
+
+
+class Marked(nn.Module):
+    """A block whose forward tells when it begins, and ends when the gather of the next block has landed."""
+
+    landed: Callable[[], bool] = staticmethod(lambda: True)
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at, self.first, self.second = at, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        computes(self.at)
+        x = self.second(torch.relu(self.first(x)))
+        until(Marked.landed)
+        leaves(self.at)
+        return x
+
+
+def computes(at: int) -> None:
+    """Mark that the weights of a block are bound."""
+
+
+def leaves(at: int) -> None:
+    """Mark that a block has computed."""
+
+
+def test_a_units_hook_and_its_forward_enter_few_functions(cluster):
+    for hook, inside in cluster.run(entered_body, 2):
+        assert (len(hook), len(files(hook))) == ENTERED, "\n".join(hook)
+        assert len(inside) == INSIDE, "\n".join(inside)
 
 
 def story_body(everyone: Any) -> list[str]:

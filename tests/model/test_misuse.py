@@ -85,6 +85,7 @@ def repointed_weight_body(group):
         plain[1].inner.weight.data = torch.zeros(WIDTH, WIDTH)
     plain = net()
     model = ShardLite(plain, group=group, stage=0)
+    square(model)
     nn.Parameter.data.__set__(plain[1].inner.weight, torch.zeros(WIDTH, WIDTH))  # as C++ code may do
     with pytest.raises(LayoutError, match=r"memory of parameter '1\.inner\.weight' was replaced"):
         square(model)

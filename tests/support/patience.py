@@ -26,4 +26,4 @@ def until(there: Callable[[], bool], what: str = "it") -> None:
 
 def passes_over(model: Any) -> None:
     """Wait for the exchanges at the end of each pass, so that they are counted. Collective."""
-    bridge(model).gatherer._collect(lambda ended: True)
+    bridge(model).gatherer.passes._collect(lambda ended: True)

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.params import Buffer
 from shardlite.weights.gather_order import GatherOrder
-from shardlite.weights.policy import BufferPolicy, BufferPool, UnitSize
+from shardlite.weights.policy import NO_ROOM, BufferPolicy, BufferPool, UnitSize
 
 
 def test_own_views_are_made_once_and_are_no_escape():
@@ -154,18 +154,19 @@ def use(policy, unit):
     """Use a unit, and return what is evicted for it, gathered for it or ahead, and evicted after it."""
     done = []
 
-    def gather(unit):
-        if (victim := policy.victim_for(unit)) is not None:
+    def gather(unit, victim):
+        if victim is not None:
             done.append(("evict", victim))
             policy.give_back(victim, policy.evict(victim))
         done.append(("gather", unit))
         policy.acquire(unit)
 
     if unit not in policy.buffers:
-        gather(unit)
-    policy.begin_use(unit)
-    for ahead in policy.next_gathers(lambda unit: unit in policy.buffers, lambda _: True):
-        gather(ahead)
+        gather(unit, policy.victim_for(unit))
+    upcoming = policy.begin_use(unit)
+    for ahead in upcoming:
+        if ahead not in policy.buffers and (victim := policy.victim_for(ahead, upcoming)) != NO_ROOM:
+            gather(ahead, victim)
     for victim in policy.end_use(unit, is_done=policy.is_done(unit)):
         done.append(("evict", victim))
         policy.give_back(victim, policy.evict(victim))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import ShardLite
-from tests.support.internals import users
+from tests.support.internals import units, users
 from tests.support.models.small import run_all
 from tests.support.twins.sharded import assert_gradients_equal, compare, gathers, most_buffers
 
@@ -74,6 +74,15 @@ def batch() -> Tensor:
 
 def square(model: nn.Module) -> Tensor:
     return model(batch()).square().mean()
+
+
+def test_a_buffer_that_does_not_fit_is_freed_before_the_next_one_is_allocated(group):
+    layers = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH))
+    model = ShardLite(layers, units=nn.Linear, group=group, prefetch=0)
+    for _ in range(2):
+        square(model).backward()
+    sizes = [unit.nbytes for unit in units(model)]
+    assert model.ledger.peak()["gather buffers"] == max(sizes), sizes
 
 
 def lora_body(group, span, reentrant):

@@ -44,7 +44,7 @@ class Trained:
 
     def hold_rounds(self, until: Callable[[], None]) -> None:
         """Let each round of negotiation of this rank begin when something has happened."""
-        negotiation = gatherer(self.model)._negotiation
+        negotiation = gatherer(self.model).passes._negotiation
         agree = negotiation.agree
 
         def held(*arguments: Any) -> Any:
@@ -66,14 +66,14 @@ def held_body(group: dist.ProcessGroup, which: int) -> None:
             trained.wait_for(f"{rank} has ended {now[0]}")
 
     if group.rank() == which:
-        gatherer(trained.model)._collect(lambda _: True)
+        gatherer(trained.model).passes._collect(lambda _: True)
         trained.hold_rounds(both_are_at_the_end)
     for step in range(3):
         now[0] = step
         trained.step()
         trained.signal(f"{group.rank()} has ended {step}")
         if group.rank() == which:
-            gatherer(trained.model)._collect(lambda _: True)
+            gatherer(trained.model).passes._collect(lambda _: True)
 
 
 def test_no_rank_waits_in_a_step_for_the_rounds_of_another(cluster):

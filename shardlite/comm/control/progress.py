@@ -75,7 +75,10 @@ class Progress:
         self._mine = _Standing()
         self._publishes = False
         self._left = 0
-        self._asked = self._served = 0
+        self.asked = 0
+        """Number of requests for gathers."""
+
+        self._served = 0
         self._lock = Lock()  # gathers are joined on other threads
 
     def begin_backward(self, backward: int) -> None:
@@ -108,10 +111,6 @@ class Progress:
         self._mine.buckets += 1
         self._publish_news(beyond)
 
-    def asks(self) -> None:
-        """Record a request for gathers."""
-        self._asked += 1
-
     def joins(self) -> None:
         """Record that this rank joins a gather."""
         with self._lock:
@@ -133,7 +132,7 @@ class Progress:
         with suppress(RuntimeError):  # the process that kept the store may have ended
             if not self._others or self._board.read(_ANY) != str(mine.backward):
                 return False
-            idle = self._asked == self._served
+            idle = self.asked == self._served
             for other in self._others:
                 theirs = _Standing(*map(int, self._board.read(other).split()))
                 if theirs.backward != mine.backward:

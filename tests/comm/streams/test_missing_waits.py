@@ -152,7 +152,7 @@ MUTANTS = {
         CudaStreamQueue, "submit", partial(submit, ends_late=False), partial(training, name="stage 2")
     ),
     "weights are used before they are gathered": Mutant(
-        Gatherer, "_land", bind_at_once, partial(training, name="stage 3")
+        Passes, "wait", bind_at_once, partial(training, name="stage 3")
     ),
     "weights that stay are used before they are gathered": Mutant(
         GatherQueue, "wait", forget_the_gather, partial(training, name="stage 2")
