@@ -60,7 +60,7 @@ from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workloa
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, slices_in
+from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, staged_rows
 from shardlite.config import Route
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -91,7 +91,7 @@ _FAKE: Columns = {
 _BLOCK: Columns = {
     "reduction": lambda row: row["reduce"],
     "ranks": lambda row: f"{row['ranks']}",
-    "slices": lambda row: f"{row['slices']}",
+    "collectives": lambda row: f"{row['collectives']}",
     "CPU us": lambda row: f"{row['cpu_us_p50']:.0f}",
     "p20 to p80": lambda row: f"{row['cpu_us_p20']:.0f} to {row['cpu_us_p80']:.0f}",
     "launches": lambda row: f"{row['launches']}",
@@ -155,30 +155,32 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
     """Measure reductions of a block's gradients on rank 0 of a fake group. Return a row for each kind of reduction."""
     shard = -(-LLAMA_BLOCK_NUMEL // world_size)
     shape = shard, world_size, _FP32, _GRAIN
-    slices, staged = slices_in(*shape), rows_numel(*shape)
+    staged = rows_numel(*shape)
+    slices = -(-staged_rows(*shape) * shard // staged)
     rows: list[Row] = []
     with fake_group(world_size) as group, as_over_nccl():
         for reduce in ("exact", "fast"):
             transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
             assert isinstance(transport, NcclCollectives)
             transport.slice_nbytes = 1  # keeps the real number of slices, and makes each as short as possible
-            full, out = torch.zeros(world_size * len(slices) * SHORTEST), torch.zeros(len(slices) * SHORTEST)
+            full, out = torch.zeros(world_size * slices * SHORTEST), torch.zeros(slices * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
             call = partial(reduce_scatter, full, transport, last=StoreMean(out, world_size), staging=staging)
             spent = [1e6 * seconds(call, full.device)[1] for _ in range(WARM_UP + rounds)][WARM_UP:]
+            launched = launches(call)
             rows.append(
                 {
                     "bench": "host-block",
                     "words": f"reduction of {LLAMA_BLOCK_NUMEL:,} gradients in fp32, a block of Llama 3 8B",
                     "reduce": reduce,
                     "ranks": world_size,
-                    "slices": len(slices) if reduce == "exact" else 1,
+                    "collectives": launched - slices if reduce == "exact" else 1,
                     "staging_bytes": _FP32 * (staged if reduce == "exact" else shard),
                     "threads": torch.get_num_threads(),
                     "rounds": rounds,
                     **machine(),
                     **quantiles("cpu_us", spent, 1),
-                    "launches": launches(call),
+                    "launches": launched,
                 }
             )
     return rows

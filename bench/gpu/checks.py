@@ -101,12 +101,6 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
     def split_exchange(source: Tensor, target: Tensor) -> None:
         transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
 
-    def slices(source: Tensor, target: Tensor) -> None:
-        transport.slice_nbytes = source.nbytes // 8
-        room = target.new_empty(transport.rows_numel(_cut(source, transport), source.itemsize, 1))
-        for start, rows in transport.rows(source, _cut(source, transport), room):
-            target[start : start + rows.shape[1]] = rows[0]
-
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
         transport.reduce_scatter(source, target)
 
@@ -122,7 +116,6 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         "all-gather": gather,
         "all-to-all": exchange,
         "all-to-all, split": split_exchange,
-        "all-to-all, eight slices": slices,
         "reduce-scatter": reduce_scatter,
         "all-reduce": all_reduce,
         "broadcast": broadcast,

@@ -110,6 +110,9 @@ def cases() -> list[Case]:
 ROWS = 8
 """Number of ranks whose parts of a segment are added in one call."""
 
+IN_A_BUCKET = ", in a bucket"
+"""The case that rows were exchanged inside a bucket, so one of them is staged."""
+
 
 def adamws() -> Iterator[Case]:
     """Yield AdamW for gradients and for sums, in six formats and two dtypes of gradients. bf16 also stands for fp16."""
@@ -118,6 +121,7 @@ def adamws() -> Iterator[Case]:
         "adamw unscale": {"grad": "rw"},
         "reduce_adamw": {"grad": "r", "received": "r"},
         "add_rows_adamw": {"received": "r" * ROWS},
+        f"add_rows_adamw{IN_A_BUCKET}": {"received": "r" * (ROWS - 1), "staged": "r"},
     }
     for kernel, weight, moment, gradient in product(moved, WEIGHTS, MOMENTS, ("fp32", "bf16")):
         unscale = kernel == "adamw unscale"
@@ -129,14 +133,17 @@ def adamws() -> Iterator[Case]:
         state = State(like["param"], like["exp_avg"], like["exp_avg_sq"])
         s, g = WEIGHT_BYTES[weight] + MOMENT_BYTES[moment], DTYPES[gradient].itemsize
         yield Case(
-            kernel=kernel,
-            format=f"{weight} weights, {moment} moments",
+            kernel=kernel.removesuffix(IN_A_BUCKET),
+            format=f"{weight} weights, {moment} moments{IN_A_BUCKET if 'staged' in uses else ''}",
             gradient=gradient,
             code=_adamw_kernel,
             uses=uses,
             bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
             block=block_of(state, like.get("grad"), like.get("received"), unscale=unscale),
-            flags={"UNSCALE": unscale, "UNROLL": ROWS if kernel == "add_rows_adamw" else 0, "TREE": False},
+            flags={
+                **{"UNSCALE": unscale, "UNROLL": ROWS if "add_rows" in kernel else 0, "TREE": False},
+                "STAGED": int("staged" in uses),
+            },
             exact=moment != "int8",
         )
 
@@ -182,11 +189,16 @@ def hops() -> Iterator[Case]:
 def sums() -> Iterator[Case]:
     """Yield the cases that run all hops of a reduction in one kernel."""
     pairs = ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp64", "fp64"), ("i8", "i8")
-    for tree, (wire, out) in [*((False, pair) for pair in pairs), *((True, pair) for pair in pairs[:3])]:
+    orders = {"": pairs, ", a tree": pairs[:3], IN_A_BUCKET: pairs[:3]}
+    for order, (wire, out) in [(order, pair) for order, some in orders.items() for pair in some]:
+        tree, staged = order == ", a tree", int(order == IN_A_BUCKET)
         block, native = stats_block(torch.empty(0, device="meta")), out in ("fp64", "i8")
         w, o = DTYPES[wire].itemsize, DTYPES[out].itemsize
-        uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * ROWS)}
+        uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * (ROWS - staged))}
+        if staged:
+            uses["staged"] = Use(wire, "r")
         flags = {"UNROLL": ROWS, "TREE": tree, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
+        flags["STAGED"] = staged
         bytes_: float = ROWS * w + o
         if out == "i8":
             block = _block(out, wire)
@@ -194,7 +206,7 @@ def sums() -> Iterator[Case]:
             wide = "fp64" if out == "fp64" else "fp32"
             uses["stats"] = Use(wide, "ww", block)
             bytes_ += 2 * DTYPES[wide].itemsize / block
-        line = f"{ROWS} rows of {wire} to {out}{', a tree' if tree else ''}"
+        line = f"{ROWS} rows of {wire} to {out}{order}"
         yield Case("add_rows", line, _add_rows_kernel, uses, bytes_, block, flags, exact=out != "fp64")
 
 

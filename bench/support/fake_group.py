@@ -45,6 +45,7 @@ _COLLECTIVES = (
     "_reduce_scatter_base",
     "reduce_scatter_single",
     "alltoall_base",
+    "alltoall",
 )
 """Methods of a process group. Their names depend on the version of PyTorch."""
 

@@ -49,7 +49,7 @@ from .launch import GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl,
 from .moments import load_moments, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, ratio, store_rounded
-from .rows import UNSPECIALIZED, add_rows_reference, arguments_of, check_rows, sum_rows, sum_tree
+from .rows import UNSPECIALIZED, add_rows_reference, arguments_of, check_rows, stride_of, sum_rows, sum_tree
 from .scalars import COLUMNS, WIDTH, Table
 from .split import load_weight, split_reference, store_weight
 from .state import State
@@ -64,13 +64,16 @@ def _adamw_kernel(
     table: Table,
     grad_ptr: tl.tensor,
     received_ptr: tl.tensor,
+    staged_ptr: tl.tensor,
     bad_ptr: tl.tensor,
     begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
+    staged_stride: tl.tensor,
     divisor: float,
     n: tl.tensor,
     UNROLL: tl.constexpr,
+    STAGED: tl.constexpr,
     TREE: tl.constexpr,
     UNSCALE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -80,11 +83,12 @@ def _adamw_kernel(
     mask = offsets < n
     in_group = group * GROUP < n
     row = tl.load(table.rows + group, mask=in_group, other=0).to(tl.int64)
-    if grad_ptr is None:  # `received` has the rows of all ranks
+    if grad_ptr is None:  # `received`, and `staged`, have the rows of all ranks
         if TREE:
             total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False)
         else:
-            total = sum_rows(received_ptr, offsets, mask, begin, count, stride, UNROLL, False)
+            strides = stride, staged_stride
+            total = sum_rows(received_ptr, staged_ptr, offsets, mask, begin, count, *strides, UNROLL, STAGED, False)
         total = tl.div_rn(total, divisor)
     else:
         total = load_fp32(grad_ptr, offsets, mask)
@@ -211,7 +215,14 @@ def reduce_adamw(
 
 
 def add_rows_adamw(
-    state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State,
+    rows: Tensor,
+    table: Table,
+    *,
+    first: int | None = 0,
+    divisor: int = 1,
+    bad: Tensor | None = None,
+    staged: Tensor | None = None,
 ) -> None:
     """Update weights and moments in place with the gradient that `add_rows` computes. The gradient is never stored.
 
@@ -222,15 +233,17 @@ def add_rows_adamw(
         first: as for `add_rows`.
         divisor: from 1 to 2^24.
         bad: as for `adamw`.
+        staged: as for `add_rows`.
 
     Raises:
         ValueError: as for `adamw` and `add_rows`.
     """
-    check_rows("add_rows_adamw", rows, first)
+    check_rows("add_rows_adamw", rows, first, staged)
     check_step("add_rows_adamw", state, table, rows[0])
     check_divisor("add_rows_adamw", divisor)
     rows, begin, unroll = arguments_of(rows, first)
-    _launch(state, table, bad, received=rows, divisor=divisor, begin=begin, unroll=unroll, tree=first is None)
+    order = partial(_launch, begin=begin, unroll=unroll, tree=first is None)
+    order(state, table, bad, received=rows, staged=staged, divisor=divisor)
 
 
 def adamw_reference(
@@ -276,11 +289,18 @@ def reduce_adamw_reference(
 
 
 def add_rows_adamw_reference(
-    state: State, rows: Tensor, table: Table, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State,
+    rows: Tensor,
+    table: Table,
+    *,
+    first: int | None = 0,
+    divisor: int = 1,
+    bad: Tensor | None = None,
+    staged: Tensor | None = None,
 ) -> None:
     """Specification of `add_rows_adamw`."""
     grad = torch.empty_like(rows[0], dtype=torch.float32)
-    add_rows_reference(grad, rows, first, divisor)
+    add_rows_reference(grad, rows, first, divisor, staged=staged)
     adamw_reference(state, grad, table, bad=bad)
 
 
@@ -291,20 +311,25 @@ def _launch(
     *,
     grad: Tensor | None = None,
     received: Tensor | None = None,
+    staged: Tensor | None = None,
     divisor: int = 1,
     unscale: bool = False,
     begin: int = 0,
     unroll: int = 0,
     tree: bool = False,
 ) -> None:
-    """Launch the kernel with `grad` [S], with `grad` and `received` [S], or with rows in `received` [W, S] only."""
+    """Launch the kernel with `grad` [S], with `grad` and `received` [S], or only with rows.
+
+    The rows are in `received` [W, S], and in `staged` [G, S] if it is not `None`.
+    """
     count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
     launch(
         _adamw_kernel,
-        *(state, table, grad, received, bad, begin, count, stride, float(divisor)),
+        *(state, table, grad, received, staged, bad, begin, count, stride, stride_of(staged), float(divisor)),
         n=state.param.numel(),
         block=block_of(state, grad, received, unscale=unscale),
         UNROLL=unroll,
+        STAGED=0 if staged is None else len(staged),
         TREE=tree,
         UNSCALE=unscale,
     )

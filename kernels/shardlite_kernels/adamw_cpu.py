@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from math import inf, sqrt
 from typing import Any
 from weakref import WeakSet
@@ -169,7 +170,14 @@ def reduce_adamw_cpu(
 
 
 def add_rows_adamw_cpu(
-    state: State, rows: Tensor, step: CpuStep, *, first: int | None = 0, divisor: int = 1, bad: Tensor | None = None
+    state: State,
+    rows: Tensor,
+    step: CpuStep,
+    *,
+    first: int | None = 0,
+    divisor: int = 1,
+    bad: Tensor | None = None,
+    staged: Tensor | None = None,
 ) -> None:
     """Update weights and moments in place with the gradient that `add_rows` computes, chunk by chunk.
 
@@ -180,14 +188,20 @@ def add_rows_adamw_cpu(
         first: as for `add_rows`.
         divisor: from 1 to 2^24.
         bad: as for `adamw_cpu`.
+        staged: as for `add_rows`.
 
     Raises:
         ValueError: as for `adamw_cpu` and `add_rows`.
     """
-    check_rows("add_rows_adamw_cpu", rows, first)
+    check_rows("add_rows_adamw_cpu", rows, first, staged)
     weight = _check("add_rows_adamw_cpu", state, step, rows[0])
-    parts = torch.split(rows, _chunk_of(state), dim=1)
-    sums = (partial(add_rows, rows=part, first=first, divisor=divisor) for part in parts)
+    parts, staged_parts = (
+        () if each is None else torch.split(each, _chunk_of(state), dim=1) for each in (rows, staged)
+    )
+    sums = (
+        partial(add_rows, rows=part, first=first, divisor=divisor, staged=other)
+        for part, other in zip_longest(parts, staged_parts)
+    )
     _by_chunks(state, _sums(sums, state, weight, bad), step)
 
 

@@ -35,7 +35,7 @@ from shardlite.comm.consensus import (
 )
 from shardlite.comm.context import SPARE, Context, share
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.executor import BLOCK
+from shardlite.comm.executor import BLOCK, Rows
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory

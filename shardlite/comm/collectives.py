@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardlite.comm import schedule
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
-from shardlite.comm.executor import Chunk, LastHop, run_all_reduce, run_gather, run_reduce
+from shardlite.comm.executor import Chunk, LastHop, Rows, run_all_reduce, run_gather, run_reduce
 from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transfers import Schedule
@@ -53,8 +53,8 @@ def staging_numel(
 
     Over most transports, the buffer holds two chunks. Over a batched transport, the buffer holds all messages of a
     step. Over a transport that lends, the buffer holds the sum of several messages if a rank adds several messages at a
-    time, and is empty otherwise. Over collectives of a process group, the buffer holds one row per rank, or only the
-    other rank's row if there are two ranks.
+    time, and is empty otherwise. Over collectives of a process group, the buffer holds one row per rank, or less if
+    there are two ranks or the rows are long.
     Chunks are multiples of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of
     statistics.
 
@@ -128,17 +128,19 @@ class StoreMean(NamedTuple):
     stats: Tensor | None = None
     """Memory for the statistics of the shard, [P, 2]: a row per block (`shardlite_kernels.stats`)."""
 
-    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+    def __call__(self, start: int, received: Tensor | Rows, own: Tensor | None) -> None:
         """Add `received` to `own`, or add all rows of `received` if `own` is `None`, and store the mean."""
         part, stats = self.out, self.stats
         assert part is not None, "reduce_scatter sets it"
-        stop = start + received.shape[-1]
+        summand = received.rows if isinstance(received, Rows) else received
+        stop = start + summand.shape[-1]
         if stop - start < part.numel():
             block = stats_block(part)
             part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
-        if own is None:
-            add_rows(part, received, first, self.divisor, stats)
+        if isinstance(received, Rows):
+            add_rows(part, received.rows, received.first, self.divisor, stats, received.staged)
         else:
+            assert own is not None, "only rows have all summands"
             hop(part, received, own, self.divisor, stats)
 
 
@@ -162,7 +164,8 @@ def reduce_scatter(
         r=1   [b0 b1 b2]     [b0    b1    a2+b2]  [.        c1+a1+b1 .       ]
         r=2   [c0 c1 c2]     [b0+c0 c1    c2   ]  [.        .        a2+b2+c2]
 
-    The rest of `full` is overwritten with partial sums, which are sent in the dtype of `full`.
+    The rest of `full` is overwritten with messages. These are partial sums or summands in the dtype of `full`. So `out`
+    must not overlap `full`, unless it is the shard's place.
 
     The callback `last` makes the last addition. Without `last`, the sum is stored in the shard's place. The callback
     `StoreMean(out, divisor, stats)` divides the sum, stores the mean in `out`, and computes the statistics of the mean.
@@ -397,14 +400,14 @@ def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: La
         staging = full.new_empty(needed)
     _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
     if isinstance(transport, GroupCollectives) and transport.sums(cut):
-        finish(0, transport.reduce_scatter(full, staging), None)
+        finish(0, Rows(transport.reduce_scatter(full, staging)), None)
         return
     own = full[slice(*cut.bounds[transport.rank])]
-    for start, rows in transport.rows(full, cut, staging):
-        if len(rows) == 1:  # two ranks: this rank's own summand is added to the other rank's row
+    for start, received in transport.rows(full, cut, staging):
+        if len(rows := received.rows) == 1:  # two ranks: this rank's own summand is added to the other rank's row
             finish(start, rows[0], own[start : start + rows.shape[1]])
         else:
-            finish(start, rows, None, transport.first_row)
+            finish(start, received, None)
 
 
 def _is_flag(full: Tensor, transport: Transport) -> bool:

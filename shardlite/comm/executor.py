@@ -43,15 +43,31 @@ Pieces = Callable[[int, int], Sequence[Chunk]]
 """Function that returns the chunks of the piece `(segment, part)`. An empty part has no chunks."""
 
 
+class Rows(NamedTuple):
+    """The summands of all ranks in a range of a segment."""
+
+    rows: Tensor
+    """A row of each rank, [W, n]."""
+
+    first: int | None = 0
+    """The row that is added first, or `None` to add the rows as a balanced tree."""
+
+    staged: Tensor | None = None
+    """Rows [G, n] that are outside of `rows`. `shardlite_kernels.add_rows` describes the order of the sum."""
+
+    def part(self, here: slice) -> "Rows":
+        """Return the summands in the part `here` of the range."""
+        return self._replace(rows=self.rows[:, here], staged=None if self.staged is None else self.staged[:, here])
+
+
 class LastHop(Protocol):
     """The last addition (the last hop) of a reduction, which consumes the sum."""
 
-    def __call__(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+    def __call__(self, start: int, received: Tensor | Rows, own: Tensor | None) -> None:
         """Finish elements `[start, start + n)` of the segment. Their sum is `received + own`, which are both [n].
 
-        If `own` is `None`, `received` has a row of each rank, [W, n]. The rows are then added starting at row `first`,
-        or as a balanced tree if `first` is `None`. The ranges of all calls cover the segment once, and each range
-        starts at a multiple of the grain. Both tensors are reused after the call.
+        If `own` is `None`, the sum is that of the rows in `received`. The ranges of all calls cover the segment once,
+        and each range starts at a multiple of the grain. All tensors are reused after the call.
         """
 
 
@@ -230,12 +246,13 @@ class _Loans:
             loan.give_back()
 
 
-def _in_place(start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+def _in_place(start: int, received: Tensor | Rows, own: Tensor | None) -> None:
     """Add to a partial sum in place. The sum is forwarded afterwards.
 
     A piece passes each rank once, so the addition never overwrites a buffer that is still being sent.
     """
     assert own is not None, "a hop adds to this rank's own piece"
+    assert isinstance(received, Tensor), "messages are partial sums"
     hop(own, received, own, 1)
 
 

@@ -161,7 +161,8 @@ class BackwardRun:
         """
         if not self.has_gradients:
             self._begin(self)
-        self.complete_held()
+        if self.held is not None:
+            self.complete_held()
         grad = grad.detach() if grad.requires_grad else grad  # after backward(create_graph=True), it has a graph
         if unit in self.reduced:
             raise PhaseError(
@@ -183,9 +184,10 @@ class BackwardRun:
         self.arrivals[unit] += 1
         rounds, rest = divmod(self.arrivals[unit], bucket.expected)
         if not rest and self.mode is not Mode.LOCAL and self._is_complete(self, unit, rounds):
-            self.held = unit
-            if not has_user_hooks:
-                self.complete_held()
+            if has_user_hooks:
+                self.held = unit
+            else:
+                (self.keep_part if self.mode is Mode.PART else self.complete)(unit)
 
     def complete_held(self) -> None:
         """Reduce the unit that was held for hooks of the program, which have run."""

@@ -41,6 +41,7 @@ from shardlite.comm import (
     Context,
     FusedStep,
     Operation,
+    Rows,
     StoreMean,
     Transport,
     Work,
@@ -86,9 +87,9 @@ class Step(NamedTuple):
     activate: Callable[[Tensor], None]
     """Function that selects the parameters to step: those for which its argument has a number above 0."""
 
-    update: Callable[[int, Tensor | None, Tensor | None, int, int | None], None]
-    """Function that steps elements from `start` on. Its arguments are `start`, `received`, `own`, `divisor` and
-    `first`, as in `shardlite.comm.LastHop`."""
+    update: Callable[[int, Tensor | Rows | None, Tensor | None, int], None]
+    """Function that steps elements from `start` on. Its arguments are `start`, `received`, `own` and `divisor`, as in
+    `shardlite.comm.LastHop`."""
 
     fused: Callable[[int], FusedStep | None]
     """Function that returns the arguments of a kernel that steps all elements in one call. It returns `None` if a step
@@ -147,10 +148,10 @@ class FlatReduction(NamedTuple):
     """For a step, one number per parameter: 1 if this rank used the parameter, else 0. The number is `-W` or less if no
     rank may step the parameter."""
 
-    def last_hop(self, start: int, received: Tensor, own: Tensor | None, first: int | None = 0) -> None:
+    def last_hop(self, start: int, received: Tensor | Rows, own: Tensor | None) -> None:
         """Run the step inside the last addition of a reduction."""
         assert self.step is not None, "without a step, the reduction writes the mean itself"
-        self.step.update(start, received, own, self.terms.divisor, first)
+        self.step.update(start, received, own, self.terms.divisor)
 
 
 @dataclass(eq=False)
@@ -269,7 +270,7 @@ class ReduceQueue:
         if total is not None:
             divide(mean.whole, divisor_of(total))
         if given.step is not None:
-            given.step.update(0, None, mean.whole, 1, 0)
+            given.step.update(0, None, mean.whole, 1)
 
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
@@ -316,7 +317,7 @@ class ReduceQueue:
             is_sum = replicas is not None or earlier is not None
             last = StoreMean(mean.own) if is_sum else StoreMean(mean.own, divisor, mean.stats)
             staging = self._staging_for(full, mean)
-            cut = cut_up(len(full), full.dtype, shard, cuts, grain=1 if is_sum else stats_block(full))
+            cut = cut_up(len(full), full.dtype, shard, cuts, grain=stats_block(full))  # as for the staging memory
             reduce_scatter(full, shard, cut=cut, last=last, staging=staging, operation=given.operation)
         if earlier is not None:
             hop(mean.own, earlier, mean.own, 1 if replicas else divisor, None if replicas else mean.stats)

@@ -33,6 +33,8 @@ from shardlite_kernels import (
 )
 from torch import Tensor
 
+from shardlite.comm import Rows
+
 Group: TypeAlias = dict[str, Any]
 
 
@@ -126,12 +128,12 @@ class HostCounts(_Counts):
         """Update `elements` with the gradient `(received + own) / divisor`, [S] each. Set `bad` as in `update`."""
         reduce_adamw_cpu(elements.state, received, own, self._step(elements), divisor=divisor, bad=bad)
 
-    def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
+    def add_rows(self, elements: RunSlice, rows: Rows, divisor: int, bad: Tensor) -> None:
         """Update `elements` with the sum of `rows` [W, S] divided by `divisor`. Set `bad` as in `update`.
 
         The kernel `add_rows` defines the order of the sum.
         """
-        add_rows_adamw_cpu(elements.state, rows, self._step(elements), first=first, divisor=divisor, bad=bad)
+        add_rows_adamw_cpu(elements.state, step=self._step(elements), divisor=divisor, bad=bad, **rows._asdict())
 
     def end_step(self) -> None:
         """Count the step."""
@@ -217,9 +219,9 @@ class DeviceCounts(_Counts):
         """Step with the kernel, as `HostCounts` does with PyTorch's operator."""
         reduce_adamw(elements.state, received, own, self.table_of(elements), divisor=divisor, bad=bad)
 
-    def add_rows(self, elements: RunSlice, rows: Tensor, first: int | None, divisor: int, bad: Tensor) -> None:
+    def add_rows(self, elements: RunSlice, rows: Rows, divisor: int, bad: Tensor) -> None:
         """Step with the kernel, as `HostCounts` does with PyTorch's operator."""
-        add_rows_adamw(elements.state, rows, self.table_of(elements), first=first, divisor=divisor, bad=bad)
+        add_rows_adamw(elements.state, table=self.table_of(elements), divisor=divisor, bad=bad, **rows._asdict())
 
     def end_step(self) -> None:
         """Count the step in the rows that were stepped."""

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardlite.comm import Rows
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
 from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
@@ -208,16 +209,14 @@ class InBackwardStep:
         if self._counts is not None:
             self._counts.activate(self._rows, users)
 
-    def __call__(
-        self, start: int, received: Tensor | None, own: Tensor | None, divisor: int = 1, first: int | None = 0
-    ) -> None:
+    def __call__(self, start: int, received: Tensor | Rows | None, own: Tensor | None, divisor: int = 1) -> None:
         """Update the parameters with the gradients in elements `[start, start + n)` of the buffer.
 
         The gradients are `(received + own) / divisor`, [n] each. If `received` is `None`, the gradients are `own`. If
-        `own` is `None`, `received` has one row per rank, [W, n]. These rows are added from row `first` on, or as a
-        balanced tree if `first` is `None`. `start` is a multiple of 32, and so is `n` except at the end of the buffer.
+        `received` has rows of all ranks, the gradients are their sum, divided by `divisor`. `start` is a multiple of
+        32, and so is `n` except at the end of the buffer.
         """
-        summand = own if own is not None else received
+        summand = received.rows if isinstance(received, Rows) else own
         assert summand is not None, "there is a gradient"
         for slot, begin, end in self._stretches():
             low, high = max(begin, start), min(end, start + summand.shape[-1])
@@ -226,10 +225,10 @@ class InBackwardStep:
                 here = slice(low - start, high - start)
                 if received is None:
                     slot.counts.update(stretch, summand[here], self.bad)
-                elif own is None:
-                    slot.counts.add_rows(stretch, received[:, here], first, divisor, self.bad)
+                elif isinstance(received, Rows):
+                    slot.counts.add_rows(stretch, received.part(here), divisor, self.bad)
                 else:
-                    slot.counts.reduce(stretch, received[here], own[here], divisor, self.bad)
+                    slot.counts.reduce(stretch, received[here], summand[here], divisor, self.bad)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
         """Return the state, table and `bad` for one kernel call that steps with all gradients in a buffer [numel].

@@ -1,6 +1,7 @@
 """Rows to be added, and their sum by one hop after the other: what `add_rows` is to equal, on a CPU and as a kernel."""
 
 from itertools import product
+from typing import Any
 
 import torch
 from shardlite_kernels import add_rows, add_rows_reference, hop
@@ -21,6 +22,20 @@ def drawn(numel: int, count: int, dtype: torch.dtype, stride: int = 0) -> Tensor
     memory = torch.zeros(count, max(stride, numel), dtype=dtype)
     memory[:, :numel] = torch.stack(every[:count]).to(dtype)
     return memory[:, :numel]
+
+
+def exchanged_in_place(rows: Tensor, rank: int, count: int) -> dict[str, Any]:
+    """Return the arguments of `add_rows` on a rank that has received `count` of the others' rows at a time.
+
+    A row that arrives takes the place of one that was sent before it, and the first `count` are staged.
+    """
+    ranks = len(rows)
+    bucket, staged = rows.clone(), torch.zeros_like(rows[:count])
+    for step in range(1, ranks):
+        place = staged[step - 1] if step <= count else bucket[(rank + step - count) % ranks]
+        place.copy_(rows[rank - step])
+    bucket[[(rank - 1 - i) % ranks for i in range(count)]] = 77  # sent, and not written again
+    return {"rows": bucket, "first": (rank - 1 - count) % ranks, "staged": staged}
 
 
 def hop_by_hop(out: torch.dtype, rows: Tensor, first: int, divisor: int) -> Tensor:

@@ -31,6 +31,7 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.all_pairs import all_pairs
 from tests.kernels.bits import assert_same_bits
+from tests.kernels.rows_cases import exchanged_in_place
 
 LENGTHS = [0, 1, 1027, CHUNK, CHUNK + 1, 2 * CHUNK + 37]
 by_form = pytest.mark.parametrize("form", FORMS, ids="-".join)
@@ -129,6 +130,9 @@ def test_a_step_by_rows_is_their_sum_and_a_step(form, count, dtype):
     adamw_cpu(theirs, total, cpu_step(numel))
     assert_same_state(mine, theirs)
     assert bad == 0
+    moved = random_state(form, numel, 0)
+    add_rows_adamw_cpu(moved, step=cpu_step(numel), divisor=count, **exchanged_in_place(rows, 0, 1))
+    assert_same_state(moved, theirs)
     rows[1, CHUNK] = float("nan")
     add_rows_adamw_cpu(mine, rows, cpu_step(numel), first=1, divisor=count, bad=bad)
     assert bad == 1

@@ -21,7 +21,8 @@ KINDS = [
     "adamw unscale: fp32 weights, bf16 moments",
     "reduce_adamw: split24 weights, bf16 moments",
     *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
-    "add_rows: 8 rows of bf16 to fp32, a tree",
+    *(f"add_rows: 8 rows of bf16 to fp32, {order}" for order in ("a tree", "in a bucket")),
+    "add_rows_adamw: fp32 weights, bf16 moments, in a bucket",
     *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantize: bf16 to 8 bits"),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantize: 8 bits to fp32"),
     *("ring reduce-scatter: bf16 by fp32 to bf16", "ring reduce-adamw: split24 weights, int8 moments"),
@@ -157,13 +158,27 @@ def test_shared_memory_is_where_the_threads_of_a_program_meet(rows):
         assert row["shared"] <= (8192 if twice else 1024 if meets else flags), row
 
 
+@pytest.mark.parametrize("order", ["", ", in a bucket"])
 @pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
-def test_rows_are_added_in_a_loop_if_they_are_many(line):
-    case = next(case for case in cases() if case.line == line)
+def test_rows_are_added_in_a_loop_if_they_are_many(line, order):
+    case = next(case for case in cases() if case.line == line + order)
     many = case.launch._replace(constants={**case.launch.constants, "UNROLL": 0})
     for target in ONE_OF_EACH_VENDOR:
         few, loop = (compile_for(TARGETS[target], launch).asm["ttgir"] for launch in (case.launch, many))
         assert ("scf.for" in few, "scf.for" in loop) == (False, True)
+
+
+@pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
+def test_rows_in_a_bucket_are_read_as_fast_as_staged_ones(line):
+    """As many accesses, and as wide ones: of which rows an address is chosen is known before."""
+    lines = {case.line: case for case in cases()}
+    for target in ONE_OF_EACH_VENDOR:
+        plain, moved = (
+            compile_for(TARGETS[target], lines[each].launch).asm["ttgir"] for each in (line, line + ", in a bucket")
+        )
+        assert "scf.for" not in moved
+        assert moved.count("tt.load") == plain.count("tt.load")
+        assert moved.count("arith.addf") == plain.count("arith.addf")
 
 
 @pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])

@@ -6,9 +6,19 @@
                adds its own summand from the gradient bucket (`shardlite_kernels.hop`)
 
 The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
-ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective. A long
-reduction is made in slices. A slice is one range of elements of every segment. Over NCCL a slice is transferred while
-the previous slice is added.
+ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective.
+
+**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, a row that arrives
+takes the place of a segment that was sent before it, and only the first rows are staged, `G = ceil((W-1)/8)` of them:
+
+    step t   send segment   receive row of rank   into              W=8, G=1: rank 0 then has these ranks' rows
+    1        r+1            r-1                   staging           segment   0 1 2 3 4 5 6 7   staging
+    t        r+t            r-t                   segment r+t-1     row of    0 6 5 4 3 2 1 -   7
+
+Each call makes `G` steps, so there are at most 8 calls, one after the other on the current stream. Then one kernel adds
+all rows in the order of the ring: it walks back from segment `r-1-G` to `r+1`, then adds the staged rows and segment
+`r`. Nothing is packed. Only if `G` rows exceed `SLICE_NBYTES`, the segments are cut into slices, which are reduced one
+after the other. Long reductions of unequal segments, or as a tree, are made in slices that are packed.
 
 These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
 separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
@@ -33,15 +43,16 @@ A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/(N L)` of the b
 `(W-1)/W`, as in one exchange among all ranks. But one exchange among all ranks sends `(W-L)/W` of the buffer across
 nodes, `L` times as much.
 
-Legend: `W` ranks, `n` elements in the full buffer, `S` elements of the longest segment. In two levels there are `N`
-nodes of `L` ranks, `W = N L`, and rank `m L + j` has place `j` in node `m`.
+Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, `S` elements of the longest segment. A slice is one
+range of elements of every segment. In two levels there are `N` nodes of `L` ranks, `W = N L`, and rank `m L + j` has
+place `j` in node `m`.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -52,6 +63,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
+from shardlite.comm.executor import Rows
 from shardlite.comm.transport.base import Completed, Message, Pending, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
 from shardlite.comm.transport.nccl import NcclTransport
@@ -109,12 +121,12 @@ class WholeCollectives(Transport):
         slices = self.slices(cut, itemsize, grain)
         return self.world_size * max((stop - start for start, stop in slices), default=0)
 
-    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row, [W, .].
+    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
+        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
 
-        With two ranks, the method may yield only the other rank's row, [1, .]. The rows are in `staging`, which has
-        `rows_numel(...)` elements. The caller may use the rows in operations that it enqueues on the current stream
-        before it requests the next slice.
+        With two ranks, the method may yield only the other rank's row, [1, .]. `staging` has `rows_numel(...)`
+        elements. The rows are in `staging`, or also in `full`, which is overwritten. The caller may use the rows in
+        operations that it enqueues on the current stream before it requests the next slice.
 
         Raises:
             CommError: a peer failed or is late.
@@ -122,7 +134,7 @@ class WholeCollectives(Transport):
         for part in self.slices(cut, full.itemsize, cut.grain):
             rows = self.exchange_rows(full, cut, part, staging)
             if rows.numel():  # a short segment may end before the slice begins
-                yield part[0], rows
+                yield part[0], Rows(rows, self.first_row)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
@@ -165,38 +177,38 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8)
 
 
-SLICE_NBYTES = 64 << 20
-"""Maximum bytes of the rows of a slice."""
+SLICE_NBYTES = 192 << 20
+"""Maximum bytes of the staged rows of a slice."""
 
-_SLOTS = 3
-"""Slots of the staging buffer of a reduction in slices. A slot holds the rows of one slice."""
-
-
-@lru_cache(maxsize=1024)
-def slices_in(
-    longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES
-) -> Sequence[tuple[int, int]]:
-    """Return the range of elements of each slice. There is one slice if the rows of whole segments fit in the slots."""
-    count = _row_count(world_size)
-    whole = count * longest * itemsize <= _SLOTS * nbytes
-    return slices_of(longest, count, itemsize, grain, _SLOTS * nbytes if whole else nbytes)
+MOST_CALLS = 8
+"""Maximum number of calls that exchange a slice inside the bucket."""
 
 
 @lru_cache(maxsize=1024)
-def rows_numel(longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the number of elements of the staging buffer of a reduction.
+def staged_rows(
+    longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES, *, in_bucket: bool = True
+) -> int:
+    """Return the number of rows that a reduction stages at a time, at most `nbytes` each slice.
 
-    If there is one slice, the buffer holds the rows of this slice. Otherwise, the buffer has three slots, and each slot
-    holds the rows of a slice.
+    With two ranks, this is the other rank's row. Otherwise, all rows are staged if they fit in one slice. If they do
+    not, the first rows of an exchange inside the bucket are staged, or all rows together with the sent data.
     """
-    slices = slices_in(longest, world_size, itemsize, grain, nbytes)
-    numel = _row_count(world_size) * max((stop - start for start, stop in slices), default=0)
-    return numel if len(slices) <= 1 else _SLOTS * numel
+    if world_size <= 2:
+        return 1
+    unit = max(grain, SHORTEST)
+    if world_size * -(-longest // unit) * unit * itemsize <= nbytes:
+        return world_size
+    return -(-(world_size - 1) // MOST_CALLS) if in_bucket else 2 * world_size
 
 
-def _row_count(world_size: int) -> int:
-    """Return the number of rows that a rank receives. With two ranks, this is only the other rank's row."""
-    return 1 if world_size == 2 else world_size
+def staging_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
+    """Return the number of elements of `rows` staged rows of the longest slice."""
+    return rows * max((stop - start for start, stop in slices_of(longest, rows, itemsize, grain, nbytes)), default=0)
+
+
+def rows_numel(longest: int, world_size: int, itemsize: int, grain: int) -> int:
+    """Return the number of elements of the staging buffer of a reduction of equal segments in the order of a ring."""
+    return staging_of(longest, staged_rows(longest, world_size, itemsize, grain), itemsize, grain)
 
 
 def _synchronous(options: Any) -> Any:
@@ -207,7 +219,6 @@ def _synchronous(options: Any) -> Any:
 
 _GATHER = _synchronous(c10d.AllgatherOptions())
 _EXCHANGE = _synchronous(c10d.AllToAllOptions())
-_EXCHANGE_ASYNC = c10d.AllToAllOptions()  # on NCCL's own stream, after the current stream's work so far
 _SUM_SCATTERED = _synchronous(c10d.ReduceScatterOptions())
 _SUM = _synchronous(c10d.AllreduceOptions())
 _LARGEST = _synchronous(c10d.AllreduceOptions())
@@ -223,7 +234,6 @@ class GroupCollectives(WholeCollectives, GroupTransport):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.slice_nbytes = SLICE_NBYTES
-        self._splits = [] if self.world_size != 2 else [0, 1] if self.rank == 0 else [1, 0]
         self.holder = self._books = Ledger()
 
     def all_gather(self, full: Tensor, cut: Cut) -> None:
@@ -250,61 +260,71 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the range of elements of each slice of a segment."""
-        return slices_in(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
+        rows = self._staged_rows(cut, itemsize, grain)
+        return slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
         if self.sums(cut):
             return cut.longest
-        return rows_numel(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
+        return staging_of(cut.longest, self._staged_rows(cut, itemsize, grain), itemsize, grain, self.slice_nbytes)
 
-    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row, [W, .].
+    def _staged_rows(self, cut: Cut, itemsize: int, grain: int) -> int:
+        """Return the number of rows that a reduction stages at a time."""
+        in_ring = cut.even and self.first_row is not None
+        given = cut.longest, self.world_size, itemsize, grain, self.slice_nbytes
+        return staged_rows(*given, in_bucket=in_ring)
 
-        With two ranks, the method yields only the other rank's row, [1, .]. Over NCCL, if segments have equal lengths,
-        a slice is transferred while the caller adds the previous slice.
+    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
+        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
+
+        With two ranks, the method yields only the other rank's row, [1, .]. The rows of a long reduction are in `full`
+        and `staging`, and those of other reductions in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        slices = self.slices(cut, full.itemsize, cut.grain)
-        if len(slices) <= 1 or not cut.even:
+        count = self._staged_rows(cut, full.itemsize, cut.grain)
+        if count >= self.world_size - 1:
             return super().rows(full, cut, staging)
-        return _landed(self._exchanges(full, slices, staging))
+        return self._rows_in_bucket(full, self.slices(cut, full.itemsize, cut.grain), staging, count)
 
-    def _exchanges(
-        self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor
-    ) -> Iterator[tuple[int, Tensor, Pending]]:
-        """Start the exchanges of slices of equal segments. Yield each slice's start, rows and transfer.
+    def _rows_in_bucket(
+        self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor, count: int
+    ) -> Iterator[tuple[int, Rows]]:
+        """Yield the rows of `slices` of equal segments, of which `count` rows are staged."""
+        for start, stop in slices:
+            bucket = full.view(self.world_size, -1)[:, start:stop]
+            staged = staging[: count * (stop - start)].view(count, -1)
+            self._exchange_in_bucket(bucket.unbind(), staged.unbind())
+            yield start, Rows(bucket, (self.rank - 1 - count) % self.world_size, staged)
 
-        Three slots are used in turn. A copy runs after the addition that frees its slot, since both are on the current
-        stream. A transfer runs after the previous transfer, since both are on NCCL's stream, and after the copy that
-        this transfer sends. So a transfer also runs after the addition that frees the slot for the transfer's rows.
+    def _exchange_in_bucket(self, bucket: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
+        """Send each rank its row of the `bucket`, and receive every rank's row where `add_rows` expects it.
 
-                     transfer 0   transfer 1      transfer 2      transfer 3
-            slot 0   sent 0       rows 1          add 1, copy 3   sent 3
-            slot 1   rows 0       add 0, copy 2   sent 2          rows 3
-            slot 2   copy 1       sent 1          rows 2          add 2, copy 4
-
-        With two ranks, each rank sends from `full`, and nothing is copied.
+        A row is received in `staged`, or in the place of a row that the previous call has sent.
         """
-        ranks, numel = self.world_size, _row_count(self.world_size) * slices[0][1]
-        word = _word(full, staging, full.numel() // ranks)
-        slots = staging[: _SLOTS * numel].view(word).view(_SLOTS, _row_count(ranks), -1).unbind()
-        pieces = torch.split(full.view(word).view(ranks, -1), slots[0].shape[1], 1)
-        for k, ((start, _), piece) in enumerate(zip(slices, pieces, strict=True)):
-            rows, sent = slots[(1 - k) % _SLOTS], slots[-k % _SLOTS]
-            if (length := piece.shape[1]) < slots[0].shape[1]:  # the last slice is shorter
-                rows, sent = (slot.view(-1)[: len(slot) * length].view(-1, length) for slot in (rows, sent))
-            if ranks == 2:
-                sent = piece[1 - self.rank :][:1]
-            else:
-                sent.copy_(piece)
-            yield start, rows.view(full.dtype), self._begin("all-to-all", self._exchange_async, rows, sent)
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        places = [*staged, *(bucket[peer] for peer in others)][: len(others)]
+        for at in range(0, len(others), len(staged)):
+            now = slice(at, at + len(staged))
+            sent = {peer: bucket[peer] for peer in others[now]}
+            self._trade(sent, dict(zip(others[::-1][now], places[now], strict=True)))
 
-    def _exchange_async(self, rows: Tensor, sent: Tensor) -> Any:
-        """Start receiving `rows` [W, .] and sending `sent` [W, .]. With two ranks, both are [1, .]."""
-        return self._group.alltoall_base(rows, sent, self._splits, self._splits, _EXCHANGE_ASYNC)
+    def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Send a tensor [.] to each of some ranks, and receive a tensor [.] from as many, in one call."""
+        if len(sent) == 1:
+            ((target, row),), ((source, place),) = sent.items(), received.items()
+            self._all_to_all(place, row, self._only(source, place), self._only(target, row))
+            return
+        nothing = next(iter(sent.values()))[:0]
+        lists = [[as_bytes(each.get(rank, nothing)) for rank in range(self.world_size)] for each in (received, sent)]
+        call = partial(self._group.alltoall, *lists, _EXCHANGE)
+        self._run("all-to-all", lambda *_: call(), *received.values(), *sent.values())
+
+    def _only(self, peer: int, tensor: Tensor) -> list[int]:
+        """Return the bytes to or from each rank if `tensor` is sent to or received from `peer` alone."""
+        return [tensor.nbytes * (rank == peer) for rank in range(self.world_size)]
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
@@ -319,8 +339,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             ranges = cut.ranges(part)
             own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
             row, sent = staging[: own.stop - own.start], full[others]
-            splits = [[0, each.nbytes] if self.rank == 0 else [each.nbytes, 0] for each in (row, sent)]
-            self._all_to_all(row, sent, *splits)
+            self._trade({1 - self.rank: sent}, {1 - self.rank: row})
             return row.view(1, -1)
         sent, sizes = full, cut.sizes(part)
         if sum(sizes) < full.numel():
@@ -404,23 +423,6 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return Completed() if work is None else InFlight((work,), posted, self._hang_up)
 
 
-def _landed(exchanges: Iterator[tuple[int, Tensor, Pending]]) -> Iterator[tuple[int, Tensor]]:
-    """Wait for each exchange after the next exchange has started. Yield the start of the slice, and its rows."""
-    start, rows, arriving = next(exchanges)
-    for following in exchanges:
-        arriving.wait()
-        yield start, rows
-        start, rows, arriving = following
-    arriving.wait()
-    yield start, rows
-
-
-def _word(full: Tensor, staging: Tensor, segment: int) -> torch.dtype:
-    """Return the widest dtype with which slices can be copied. PyTorch copies strided rows element by element."""
-    places = segment, full.storage_offset(), staging.storage_offset()
-    return torch.uint8 if any(place * full.itemsize % 8 for place in places) else torch.int64
-
-
 def _on_same_memory(tensor: Tensor) -> Tensor:
     """Return a tensor with the memory of a contiguous CPU tensor, but with its own storage object."""
     if tensor.numel() == 0:
@@ -456,6 +458,19 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         messages += [Message(segments[self.rank], peer, outgoing=True) for peer in others]
         self.exchange(messages, tag=0).wait()
 
+    def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+        """Send a tensor [.] to each of some ranks, and receive a tensor [.] from as many.
+
+        With more than two ranks, tensors are messages: gloo's all-to-all would also send empty messages to all other
+        ranks, and gloo has no all-to-all of lists.
+        """
+        if self.world_size == 2:
+            super()._trade(sent, received)
+            return
+        messages = [Message(as_bytes(each), peer, outgoing=False) for peer, each in received.items()]
+        messages += [Message(as_bytes(each), peer, outgoing=True) for peer, each in sent.items()]
+        self.exchange(messages, tag=0).wait()
+
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
         """Run a collective on tensors [.], and wait until it ends."""
         try:
@@ -467,10 +482,7 @@ class GlooCollectives(GroupCollectives, GlooTransport):
 
 
 class NcclCollectives(GroupCollectives, NcclTransport):
-    """Collectives of CUDA tensors over `group`, on the current stream, so that the priority of that stream applies.
-
-    Slices of a reduction are exchanged on NCCL's own stream, whose priority the route selects.
-    """
+    """Collectives of CUDA tensors over `group`, on the current stream, so that the priority of that stream applies."""
 
     def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
         self._take_turn()
@@ -490,7 +502,7 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat, self.inside, self.across = flat, inside, across
         self.rank, self.world_size, self.node = flat.rank, flat.world_size, inside.world_size
         self.batched, self.blocking = flat.batched, flat.blocking
-        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
+        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes // 2  # the other half is for sent data
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
         """Return staging memory [nbytes], registered with `inside`, because `inside` sends most of the data."""

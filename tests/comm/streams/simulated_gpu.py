@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -297,35 +297,23 @@ class _Sent:
 
 
 class _Collectives(NcclCollectives):
-    """Whole collectives on the current stream, and exchanges beside it on NCCL's own.
-
-    Over a communicator that may be that of a model which is gone.
-    """
+    """Whole collectives on the current stream, over a communicator that may be that of a model which is gone."""
 
     def __init__(self, gpu: Gpu, group: dist.ProcessGroup | None) -> None:
         super().__init__(group)
         self.slice_nbytes = gpu.slice_nbytes
         self._gpu = gpu
-        self._stream = gpu.stream("nccl")
         self._communicator = gpu.communicator()
         self._communicator.lend(self)
 
     def _begin(self, what: str, call: Any, *tensors: Tensor) -> Pending:
-        gpu, is_async = self._gpu, call == self._exchange_async
+        gpu, stream = self._gpu, self._gpu.current()
         gpu.launched["collectives"] += 1
         self._take_turn()
-        if is_async:
-            self._follow(gpu.current())
-        with gpu.on(self._stream) if is_async else nullcontext():
-            gpu.begin(self._communicator.name)
-            stream = gpu.current()
-            gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
-            self._carry_out(what, *tensors)
-            return _Sent(gpu, gpu.current().record_event()) if is_async else Completed()
-
-    def _follow(self, stream: Stream) -> None:
-        """Put NCCL's own stream behind another (`ProcessGroupNCCL::collective`)."""
-        self._stream.wait_stream(stream)
+        gpu.begin(self._communicator.name)
+        gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
+        self._carry_out(what, *tensors)
+        return Completed()
 
     def _carry_out(self, what: str, *tensors: Tensor) -> None:
         written, *read = tensors

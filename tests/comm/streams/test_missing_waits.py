@@ -6,14 +6,11 @@ Without the mutants these programs have no race: `test_stream_races.py`.
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 
 from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams, _StreamWork
-from shardlite.comm.transport import group_collectives
-from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.backward_run import BackwardRun, StreamRun
@@ -34,7 +31,6 @@ from tests.comm.streams.programs import (
     is_interrupted,
     is_replaced,
     moves,
-    reduces_in_slices,
 )
 from tests.comm.streams.programs import trains as training
 from tests.comm.streams.simulated_gpu import Gpu
@@ -126,18 +122,6 @@ def start_behind_the_first_gradient(run, unit):
         run._moments[last] = run._began
 
 
-def land_at_once(exchanges):
-    return ((start, rows) for start, rows, _ in exchanges)
-
-
-def exchange_in_two_slots(transport, *arguments):
-    with mock.patch.object(group_collectives, "_SLOTS", 2):
-        yield from exchange_in_three_slots(transport, *arguments)
-
-
-exchange_in_three_slots = GroupCollectives._exchanges
-
-
 NOT_NEEDED = "a unit whose weights the backward does not need"
 FROZEN = partial(has_two_streams, block=TwoStreams, trains_both=False)
 
@@ -171,18 +155,6 @@ MUTANTS = {
     ),
     "messages are not waited for": Mutant(
         simulated_gpu._Sent, "wait", nothing, partial(training, name="stage 3, ring")
-    ),
-    "rows of a slice are added before they are there": Mutant(
-        group_collectives, "_landed", land_at_once, partial(reduces_in_slices, name="stage 3")
-    ),
-    "rows of a slice are stepped by before they are there": Mutant(
-        group_collectives, "_landed", land_at_once, partial(reduces_in_slices, name="in_backward, stage 3")
-    ),
-    "a slice is copied to where rows still arrive": Mutant(
-        GroupCollectives, "_exchanges", exchange_in_two_slots, partial(reduces_in_slices, name="stage 3")
-    ),
-    "a slice is sent before it is copied": Mutant(
-        simulated_gpu._Collectives, "_follow", nothing, partial(reduces_in_slices, name="stage 3")
     ),
     "another stream does not wait for a gather": Mutant(Gatherer, "follow", nothing, FROZEN),
     "a buffer is given away while another stream reads it": Mutant(ProgramStreams, "wait_for", nothing, FROZEN),

@@ -22,6 +22,7 @@ from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
 from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.traffic import Tally
+from shardlite.comm.transport import group_collectives
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
@@ -85,6 +86,37 @@ def test_replicas_have_the_same_bits(group):
         pair.step(on_tokens, clip=0.01)
 
 
+LONG = patch.object(group_collectives, "SLICE_NBYTES", 256)
+"""Lets reductions be long, so that their rows are exchanged inside the bucket."""
+
+
+@pytest.mark.ranks(4)
+def test_training_with_long_reductions_has_the_same_bits(group):
+    """At all stages, and with replicas, whose sums are exchanged inside a shard."""
+    mesh = DeviceMesh("cpu", [[0], [1], [2], [3]], mesh_dim_names=("replicate", "shard"))
+    with LONG, patch.object(GlooCollectives, "_exchange_in_bucket", autospec=True) as exchanged:
+        exchanged.side_effect = GroupCollectives._exchange_in_bucket
+        for stage in STAGES:
+            trained(*MODELS["plain"], group, stage=stage, route=COLLECTIVES)
+        before = exchanged.call_count
+        pair = Pair(LanguageModel, mesh, replicas=4, route=COLLECTIVES)
+        pair.step(on_tokens, clip=0.01)
+    assert exchanged.call_count > before > 0
+
+
+def train_long(group, *arguments):
+    with LONG:
+        train_over_both(group, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("in_backward", "stage", "optimizer", "options"),
+    [(True, 3, {"state": "int8"}, {}), (True, 0, {}, {"precision": NARROW_WIRE}), (False, 3, {}, {"precision": SPLIT})],
+)
+def test_every_format_has_the_bits_of_messages_if_reductions_are_long(cluster, stage, in_backward, optimizer, options):
+    cluster.check(train_long, 3, stage, "auto", in_backward, optimizer, options)
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.ranks(2, 3)
 def test_an_operation_is_one_message_on_any_number_of_ranks(group, in_backward):
@@ -120,21 +152,27 @@ def reduce_in_slices(transport, cases, divisor):
     with patch.object(transport, "slice_nbytes", 512):
         case = max(cases, key=lambda case: case.numel)
         needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
-        assert needed * case.dtype.itemsize <= 3 * 512
+        assert needed * case.dtype.itemsize <= 512
         cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
-        assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3, "slots are used again"
+        assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3
         return reduce_everything(transport, cases, divisor)
 
 
+def reduce_in_slices_by_collectives(*arguments):
+    """As over NCCL, where each step of an exchange inside the bucket is an all-to-all with one peer."""
+    with patch.object(GlooCollectives, "_trade", GroupCollectives._trade):
+        return reduce_in_slices(*arguments)
+
+
+@pytest.mark.parametrize("reduce", [reduce_in_slices, reduce_in_slices_by_collectives])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_long_rows_go_in_slices(cluster, size):
+def test_long_rows_go_in_slices(cluster, size, reduce):
     """Equal segments of any length, and of lengths that are no multiple of 8 bytes; and segments of different lengths.
 
-    Gloo is at the end of a transfer before the next one starts. That slices do not overtake each other where they
-    overlap is shown in `tests/comm/streams`.
+    The rows of equal segments are exchanged inside the bucket.
     """
     cases = cases_for(size, FLOATS) + [Case(n * size, dtype, 1 << 20) for n in (333, 1000) for dtype in FLOATS]
-    results = run("whole", cluster, reduce_in_slices, size, cases, size)
+    results = run("whole", cluster, reduce, size, cases, size)
     for i, case in enumerate(cases):
         total = ring_sum(size, case, size)
         for result, (start, stop) in zip(results, case.bounds(size), strict=True):

@@ -32,6 +32,7 @@ from tests.kernels.adamw_cases import (
 )
 from tests.kernels.all_pairs import all_pairs
 from tests.kernels.bits import assert_all_same_bits, assert_same_bits
+from tests.kernels.rows_cases import exchanged_in_place
 
 GRADIENTS = [torch.float32, torch.bfloat16, torch.float16]
 NUMEL = 20_005  # more than one program; neither whole groups nor a multiple of 16
@@ -182,6 +183,23 @@ def test_add_rows_adamw(dtype, form, count, first):
     add_rows_adamw_reference(theirs, rows, mixed_table(numel), divisor=count, first=first, bad=their_bad)
     assert_same_state(mine, theirs)
     assert my_bad == their_bad == 0
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("form", "count", "rank", "staged"), [*((form, 3, 1, 1) for form in FORMS), (FORMS[0], 70, 3, 9)]
+)
+def test_add_rows_adamw_that_were_exchanged_in_place(dtype, form, count, rank, staged):
+    numel = 1003
+    rows = torch.stack([random_grad(numel, seed, dtype) for seed in range(count)])
+    mine, theirs, plain = (random_state(form, numel, 0) for _ in range(3))
+    table, given = mixed_table(numel), {"divisor": count}
+    add_rows_adamw(mine, table=table, **exchanged_in_place(rows, rank, staged), **given)
+    add_rows_adamw_reference(theirs, table=table, **exchanged_in_place(rows, rank, staged), **given)
+    add_rows_adamw(plain, rows, table, first=(rank + 1) % count, **given)
+    assert_same_state(mine, theirs)
+    assert_same_state(mine, plain)
 
 
 def test_a_flag_that_is_up_stays_up():
