@@ -196,15 +196,15 @@ class BufferPolicy:
     def victim_for(self, unit: int, upcoming: Sequence[int] | None = None) -> int | None:
         """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`.
 
-        If `unit` is gathered ahead, together with other `upcoming` units, return `NO_ROOM` if there is no buffer:
-        all buffers are in use, or will soon be.
+        If `unit` is gathered ahead, as one of the `upcoming` units, return `NO_ROOM` if every buffer is in use or
+        belongs to an upcoming unit.
         """
         if unit in self.buffers:
             return unit
         if self._held <= self._ahead:
             return None
         idle = list(filter(self._limited.__getitem__, self.idle))
-        victim = self._victim(unit, idle) if len(idle) > 1 else idle[0] if idle else None
+        victim = idle[0] if len(idle) == 1 else self._victim(unit, idle)  # one, in most cases
         if upcoming is not None and (victim is None or victim in upcoming):
             return NO_ROOM
         return None if self._units[unit].keep_unsharded else victim
