@@ -69,7 +69,7 @@ class Silent(Trainer):
 
 def talks_of(trainer: Trainer) -> Negotiation:
     """Return the negotiation of a wrapped model."""
-    negotiation: Negotiation = trainer.model._bridge.gatherer._negotiation  # type: ignore[union-attr,assignment]
+    negotiation: Negotiation = trainer.model._bridge.gatherer.passes._negotiation  # type: ignore[union-attr,assignment]
     return negotiation
 
 

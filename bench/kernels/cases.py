@@ -141,7 +141,7 @@ def adamws() -> Iterator[Case]:
             bytes=2 * s + len("".join(moved[kernel].values())) * g + ROW_BYTES,
             block=block_of(state, like.get("grad"), like.get("received"), unscale=unscale),
             flags={
-                **{"UNSCALE": unscale, "UNROLL": ROWS if "add_rows" in kernel else 0, "TREE": False},
+                **{"UNSCALE": unscale, "UNROLL": ROWS if "add_rows" in kernel else 0},
                 "STAGED": int("staged" in uses),
             },
             exact=moment != "int8",
@@ -197,8 +197,8 @@ def sums() -> Iterator[Case]:
         uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * (ROWS - staged))}
         if staged:
             uses["staged"] = Use(wire, "r")
-        flags = {"UNROLL": ROWS, "TREE": tree, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
-        flags["STAGED"] = staged
+        flags = {"UNROLL": ROWS, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
+        flags["STAGED"] = -1 if tree else staged
         bytes_: float = ROWS * w + o
         if out == "i8":
             block = _block(out, wire)

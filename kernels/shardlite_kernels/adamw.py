@@ -49,7 +49,17 @@ from .launch import GROUP, SCALE_BLOCK, block_size, check_flat, jit, launch, tl,
 from .moments import load_moments, store_avg, store_sq
 from .noise import random_bits
 from .rounding import fma_reference, load_fp32, ratio, store_rounded
-from .rows import UNSPECIALIZED, add_rows_reference, arguments_of, check_rows, stride_of, sum_rows, sum_tree
+from .rows import (
+    TREE,
+    UNSPECIALIZED,
+    add_rows_reference,
+    arguments_of,
+    check_rows,
+    count_staged,
+    stride_of,
+    sum_rows,
+    sum_tree,
+)
 from .scalars import COLUMNS, WIDTH, Table
 from .split import load_weight, split_reference, store_weight
 from .state import State
@@ -74,7 +84,6 @@ def _adamw_kernel(
     n: tl.tensor,
     UNROLL: tl.constexpr,
     STAGED: tl.constexpr,
-    TREE: tl.constexpr,
     UNSCALE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -84,7 +93,7 @@ def _adamw_kernel(
     in_group = group * GROUP < n
     row = tl.load(table.rows + group, mask=in_group, other=0).to(tl.int64)
     if grad_ptr is None:  # `received`, and `staged`, have the rows of all ranks
-        if TREE:
+        if STAGED == TREE:
             total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False)
         else:
             strides = stride, staged_stride
@@ -241,8 +250,8 @@ def add_rows_adamw(
     check_rows("add_rows_adamw", rows, first, staged)
     check_step("add_rows_adamw", state, table, rows[0])
     check_divisor("add_rows_adamw", divisor)
-    rows, begin, unroll = arguments_of(rows, first)
-    order = partial(_launch, begin=begin, unroll=unroll, tree=first is None)
+    rows, unroll = arguments_of(rows, first)
+    order = partial(_launch, first=first, unroll=unroll)
     order(state, table, bad, received=rows, staged=staged, divisor=divisor)
 
 
@@ -314,9 +323,8 @@ def _launch(
     staged: Tensor | None = None,
     divisor: int = 1,
     unscale: bool = False,
-    begin: int = 0,
+    first: int | None = 0,
     unroll: int = 0,
-    tree: bool = False,
 ) -> None:
     """Launch the kernel with `grad` [S], with `grad` and `received` [S], or only with rows.
 
@@ -325,12 +333,11 @@ def _launch(
     count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
     launch(
         _adamw_kernel,
-        *(state, table, grad, received, staged, bad, begin, count, stride, stride_of(staged), float(divisor)),
+        *(state, table, grad, received, staged, bad, first or 0, count, stride, stride_of(staged), float(divisor)),
         n=state.param.numel(),
         block=block_of(state, grad, received, unscale=unscale),
         UNROLL=unroll,
-        STAGED=0 if staged is None else len(staged),
-        TREE=tree,
+        STAGED=count_staged(staged, first),
         UNSCALE=unscale,
     )
 

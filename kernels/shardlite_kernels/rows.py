@@ -30,12 +30,18 @@ import torch
 from torch import Tensor
 
 from .hop import NATIVE_DTYPES, check_hop, divided_reference, dtype_of_sums, hop_cpu, write_mean
-from .launch import CPU_CHUNK, block_size, jit, launch, tl, use_triton
+from .launch import CPU_CHUNK, block_size, constexpr, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
 _MOST_UNROLLED = 64
 """Maximum number of rows for which the kernel is unrolled: all loads then overlap. More rows are added in a loop."""
+
+
+_TREE = -1
+
+TREE = constexpr(_TREE)
+"""Value of `STAGED` for rows that are added as a tree."""
 
 
 @jit
@@ -153,7 +159,6 @@ def _add_rows_kernel(
     n: tl.tensor,
     UNROLL: tl.constexpr,
     STAGED: tl.constexpr,
-    TREE: tl.constexpr,
     NATIVE: tl.constexpr,
     DIVIDE: tl.constexpr,
     STATS: tl.constexpr,
@@ -161,7 +166,7 @@ def _add_rows_kernel(
 ) -> None:
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
-    if TREE:
+    if STAGED == TREE:
         total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE)
     else:
         strides = stride, staged_stride
@@ -203,15 +208,14 @@ def add_rows(
         if stats is not None:
             stats_cpu(out, stats)
         return
-    rows, begin, unroll = arguments_of(rows, first)
+    rows, unroll = arguments_of(rows, first)
     launch(
         _add_rows_kernel,
-        *(out, rows, staged, stats, begin, len(rows), rows.stride(0), stride_of(staged), float(divisor)),
+        *(out, rows, staged, stats, first or 0, len(rows), rows.stride(0), stride_of(staged), float(divisor)),
         n=out.numel(),
         block=block_size(out, rows) if stats is None else stats_block(out),
         UNROLL=unroll,
-        STAGED=0 if staged is None else len(staged),
-        TREE=first is None,
+        STAGED=count_staged(staged, first),
         NATIVE=out.dtype in NATIVE_DTYPES,
         DIVIDE=divisor > 1,
         STATS=stats is not None,
@@ -252,6 +256,13 @@ def in_ring_order(rows: Tensor, first: int, staged: Tensor | None) -> list[Tenso
     return [*others, *reversed(staged.unbind()), own]
 
 
+def count_staged(staged: Tensor | None, first: int | None) -> int:
+    """Return the number of staged rows, or `TREE` if rows are added as a tree."""
+    if first is None:
+        return _TREE
+    return 0 if staged is None else len(staged)
+
+
 def stride_of(staged: Tensor | None) -> int:
     """Return the distance of staged rows, or 0 if there are none."""
     return 0 if staged is None else staged.stride(0)
@@ -286,8 +297,8 @@ def _check_staged(who: str, rows: Tensor, first: int | None, staged: Tensor) -> 
         )
 
 
-def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int, int]:
-    """Return the rows that a kernel adds, the index of the first row, and `UNROLL`.
+def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int]:
+    """Return the rows that a kernel adds, and `UNROLL`.
 
     If a tree has too many rows to unroll, pairs of rows are added by PyTorch first. The sums of pairs are rounded to
     the dtype of the rows.
@@ -295,7 +306,7 @@ def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int, int]:
     if first is None:
         while len(rows) > _MOST_UNROLLED:
             rows = rows[::2] + rows[1::2]
-    return rows, first or 0, len(rows) if len(rows) <= _MOST_UNROLLED else 0
+    return rows, len(rows) if len(rows) <= _MOST_UNROLLED else 0
 
 
 def _check(

@@ -184,7 +184,7 @@ def test_rows_in_a_bucket_are_read_as_fast_as_staged_ones(line):
 @pytest.mark.parametrize("line", ["add_rows: 8 rows of bf16 to fp32", "add_rows_adamw: fp32 weights, fp32 moments"])
 def test_a_tree_of_rows_is_written_out(line):
     case = next(case for case in cases() if case.line == line)
-    tree = case.launch._replace(constants={**case.launch.constants, "TREE": True})
+    tree = case.launch._replace(constants={**case.launch.constants, "STAGED": -1})
     for target in ONE_OF_EACH_VENDOR:
         ring, code = (compile_for(TARGETS[target], launch).asm["ttgir"] for launch in (case.launch, tree))
         assert "scf.for" not in code
