@@ -12,14 +12,15 @@ class Trace:
     """
 
     def __init__(self, keep: int = 4096) -> None:
-        self._events: deque[tuple[str, str]] = deque(maxlen=keep)
+        self.events: deque[tuple[str, str]] = deque(maxlen=keep)
+        """Events with the names of their units."""
 
     def emit(self, event: str, unit: str = "") -> None:
         """Append an event, with the name of the unit to which the event belongs."""
-        self._events.append((event, unit))
+        self.events.append((event, unit))
 
     def take(self) -> list[str]:
         """Return the events since the previous call, and clear them."""
-        events = [f"{event} {unit}".rstrip() for event, unit in self._events]
-        self._events.clear()
+        events = [f"{event} {unit}".rstrip() for event, unit in self.events]
+        self.events.clear()
         return events
