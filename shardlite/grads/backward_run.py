@@ -310,7 +310,6 @@ class BackwardRun:
         self.started.append(reduction)
         self.reduced.add(unit)
         self._ready.discard(unit)
-        self._context.trace.emit("reduce", unit.name)
         if self.saves_memory and (len(self.started) == 1 or self._is_root_left()):
             # The backward needs less memory than the forward. Once only the root is left, memory no longer grows.
             self._context.trim(keep=0)
@@ -367,6 +366,7 @@ class HostRun(BackwardRun):
         if self._reducer.adds_parts:
             self._reducer.add_earlier_parts(bucket, check=not died)
         bucket.begin_reduction()
+        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
@@ -442,6 +442,7 @@ class StreamRun(BackwardRun):
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
         bucket.begin_reduction()
+        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         if not bucket.full:
