@@ -31,7 +31,6 @@ from shardlite.engine.conversions import refuse_if_wrapped
 from shardlite.engine.optimizer_hooks import (
     after_step,
     before_step,
-    living_models,
     model_of_gradients,
     model_with_param,
     models_of,
@@ -86,14 +85,8 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: Any = None,
 ) -> Any:
-    """Return the norm over all ranks if `tensors` are gradients of shards, else PyTorch's norm.
-
-    Raises:
-        PhaseError: there are no gradients, because those of a wrapped model are accumulated and not reduced.
-    """
+    """Return the norm over all ranks if `tensors` are gradients of shards, else PyTorch's norm."""
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for model_without in living_models() if not grads else ():
-        model_without.check_reduced("get_total_norm or clip_grad_norm_")
     model, shards = model_of_gradients(grads)
     if model is None:
         return original(grads, norm_type, error_if_nonfinite, foreach)
