@@ -251,8 +251,7 @@ def add_rows_adamw(
     check_step("add_rows_adamw", state, table, rows[0])
     check_divisor("add_rows_adamw", divisor)
     rows, unroll = arguments_of(rows, first)
-    order = partial(_launch, first=first, unroll=unroll)
-    order(state, table, bad, received=rows, staged=staged, divisor=divisor)
+    _launch(state, table, bad, received=rows, staged=staged, divisor=divisor, first=first, unroll=unroll)
 
 
 def adamw_reference(

@@ -416,11 +416,6 @@ def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
     return models
 
 
-def living_models() -> list[OptimizerBridge]:
-    """Return all wrapped models of this process. The list is a snapshot: other threads may add models."""
-    return list(dict.fromkeys(model for each in _models.valuerefs() if (model := each()) is not None))
-
-
 def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Parameter]]:
     """Return the wrapped model whose shards have the gradients `grads`, or `None`, and these shards.
 
@@ -428,7 +423,8 @@ def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None,
         LayoutError: the gradients belong to several models, or only some of them belong to a wrapped model.
     """
     wanted = {id(grad) for grad in grads}  # a gradient does not refer to its parameter, so search all shards
-    for model in living_models():
+    living = (model for each in _models.valuerefs() if (model := each()) is not None)
+    for model in dict.fromkeys(living):  # `fromkeys` makes a snapshot: other threads may add models
         shards = {shard for shard in model.shards if shard.grad is not None and id(shard.grad) in wanted}
         if len(shards) == len(wanted) and shards:
             return model, shards
