@@ -131,20 +131,22 @@ class StepTraffic:
         self._model, self._steps = model, list[Totals]()
         self.step: Totals = (0, 0.0, 0.0)
         """Traffic of the latest step: bytes sent, duration of the collectives, and the time that computation waited."""
-        self._before, self._is_like_others = self._all(), True
+        self._before, self._follows_validation = self._all(), False
 
     def end_step(self) -> None:
         """Count a step that has ended."""
         before, self._before = self._before, self._all()
         self.step = _less(self._before, before)
-        self._steps += [self.step] * self._is_like_others
-        self._is_like_others = True
+        if self._follows_validation:
+            self._follows_validation = False
+        else:
+            self._steps.append(self.step)
 
     @contextmanager
     def leave_out(self) -> Iterator[None]:
         """Leave out a validation, which runs inside this context."""
         yield
-        self._before, self._is_like_others = self._all(), False
+        self._before, self._follows_validation = self._all(), True
 
     def mean(self) -> Totals:
         """Return the mean of the steps that did not follow a validation."""
