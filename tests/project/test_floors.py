@@ -84,6 +84,23 @@ def test_imports_go_down(path):
         assert other == own or HEIGHT[other] < HEIGHT[own] or beside, f"{own} imports {other}, which is not below it"
 
 
+def named_in_strings(path: Path) -> Iterator[str]:
+    """Yield the modules of the library that the strings of a file name, as `import_module` takes them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in MODULES:
+            yield node.value
+
+
+def test_no_string_names_a_module_of_a_higher_floor():
+    upward = {
+        (name, other)
+        for name, path in MODULES.items()
+        for other in map(room_of, named_in_strings(path))
+        if room_of(name) not in ENTRANCES and other in HEIGHT and HEIGHT[other] > HEIGHT[room_of(name)]
+    }
+    assert upward <= {("shardlite.engine.patches", "checkpoint")}
+
+
 @pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
 def test_a_room_is_entered_by_its_door(path):
     """What a room offers is what its `__init__` names; the files behind it are its own affair."""
