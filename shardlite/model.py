@@ -38,8 +38,8 @@ from shardlite.config import (
     MemoryLimit,
     Precision,
     Route,
+    check_records,
     memory_limit_of,
-    take_deprecated,
     with_environment,
 )
 from shardlite.engine import (
@@ -182,11 +182,6 @@ class ShardLite(nn.Module):
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
 
-    .. deprecated:: 0.2
-        The keywords `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and
-        `quantized_gather` is a field of `Precision`. `ShardLite` warns about these keywords, and 0.3 will not accept
-        them.
-
     Example:
         >>> model = ShardLite(model, precision=Precision(compute=torch.bfloat16))
         >>> optimizer = AdamW(model.parameters(), lr=3e-4)
@@ -212,11 +207,10 @@ class ShardLite(nn.Module):
         buffers: str = "rank0",
         memory_limit: int | MemoryLimit | None = None,
         timeout: timedelta = timedelta(minutes=10),
-        **deprecated: Any,
     ) -> None:
         super().__init__()
         install_patches()
-        route, precision = take_deprecated(route, precision, deprecated)
+        check_records(route, precision)
         self.stage, self.precision, self.module = stage, precision, module
         self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
         _, replicated = validate.split_entries("replicate", replicate)

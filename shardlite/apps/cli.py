@@ -9,6 +9,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from shardlite import __version__
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in COMMANDS:
         add_command(commands, name)
     options = parser.parse_args(arguments)
+    if options.needs and find_spec(options.needs) is None:
+        options.parser.error(f"its models need {options.needs}, which is not installed; pip install 'shardlite[demo]'")
     module, _, function = options.run.partition(":")
     run = getattr(import_module(f"shardlite.apps.{module}"), function)
     status: int = run(options.parser, options, arguments)

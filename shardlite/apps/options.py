@@ -49,7 +49,7 @@ def add_command(commands: Any, name: str) -> None:
     if "settings" in described:  # the command trains the GPT of the demo
         kept = [each for each in fields(Settings) if each.name not in ("gpt", "save_every")]
         parser.set_defaults(**{each.name: each.default for each in kept})
-    parser.set_defaults(parser=parser, run=described["run"])
+    parser.set_defaults(parser=parser, run=described["run"], needs=described.get("needs"))
     for title, group in described["groups"].items():
         _add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
 
