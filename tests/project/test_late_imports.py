@@ -154,7 +154,9 @@ def test_nor_does_the_package_as_a_program():
     assert run(program) == ["shardlite", shardlite.__version__, "False"]
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["verify"], ["plan", "--model", "gpt2"], ["memory", "--model", "gpt2"]])
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["verify"], ["plan", "--model", "gpt2"], ["memory", "--model", "gpt2"]]
+)
 def test_a_command_whose_models_need_einops_names_the_extra(arguments):
     program = "import sys\nsys.modules['einops'] = None\nfrom shardlite.apps.cli import main\nmain(sys.argv[1:])"
     done = run_process("-c", program, *arguments)
