@@ -12,7 +12,7 @@ from shardlite import build
 from shardlite.apps import options
 from shardlite.apps.memory import command as memory_command
 from shardlite.apps.memory.systems import SYSTEMS
-from tests.support.ranks.scripts import ROOT, Done, run_process
+from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (
     "torch._dynamo",
@@ -163,3 +163,43 @@ def test_a_command_whose_models_need_einops_names_the_extra(arguments):
     words = "its models need einops, which is not installed; pip install 'shardlite[demo]'"
     told = f"shardlite {arguments[0]}: error: {words} (see shardlite {arguments[0]} --help)\n"
     assert (done.status, done.err) == (2, told)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("nothing", "invalid choice: 'nothing'"),
+        ("train --steps many", "invalid int value: 'many'"),
+        ("train --steps 0", "steps must be positive, got 0"),
+        ("train --ranks 0", "--ranks is 0; it must be at least 1"),
+        ("train --data /no/such/file", "/no/such/file does not exist"),
+        ("verify --compute fp8", "invalid choice: 'fp8'"),
+        ("verify --heads 5", "width must be a multiple of twice the heads"),
+        ("doctor --ranks 0", "--ranks is 0; it must be at least 1"),
+        ("plan --model gpt5", "--model 'gpt5' is neither a preset, nor a file, nor module:name"),
+        ("plan --model gpt2 --card big", "--card 'big' is neither an amount"),
+        ("plan --model gpt2 --cluster mine", "--cluster 'mine' is not one of dgx-h100"),
+        ("plan --model gpt2 --ranks 5000", "--ranks takes 1 to 4096 ranks, got 5000"),
+        ("plan --model gpt2 --state fp8", "invalid choice: 'fp8'"),
+        ("memory --model gpt5", "--model 'gpt5' is neither a preset"),
+        ("memory --model gpt2 --batch 0", "--batch must be at least 1, got 0"),
+        ("memory --model gpt2 --timeline nowhere/step.png", "there is no folder"),
+        ("memory --model gpt2 --systems fsdp3", "--systems 'fsdp3' is not one of 'activations'"),
+        ("memory --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
+        ("ring --algorithm star", "invalid choice: 'star'"),
+        ("ring --ranks 65", "--ranks is 65; it must be from 1 to 64"),
+        ("report nowhere", "nowhere"),
+        ("inspect", "the following arguments are required: PATH"),
+        ("export a b --dtype fp8", "invalid choice: 'fp8'"),
+    ],
+)
+def test_a_wrong_option_is_found_without_pytorch(arguments, words):
+    done = answer(*arguments.split())
+    assert done.status == 2
+    assert words in done.err
+
+
+def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_library():
+    """The modules that have the library's import PyTorch."""
+    assert options.MOST_RANKS == build.MOST_RANKS
+    assert tuple(SYSTEMS) == memory_command.SYSTEMS
