@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.report.cells import heading, system_name, texts
+from shardlite.apps.cells import heading, system_name, texts
 from shardlite.apps.tables import aligned
 
 Row = dict[str, Any]

@@ -126,15 +126,14 @@ def usage_errors(parser: ArgumentParser, plots: str | None = None) -> Iterator[N
 
     Args:
         parser: the parser of the command, which prints the line.
-        plots: the option or command that requires matplotlib or Jinja2.
+        plots: the option that requires matplotlib.
     """
     try:
         yield
     except ModuleNotFoundError as missing:
-        package = {"matplotlib": "matplotlib", "jinja2": "Jinja2"}.get(str(missing.name).split(".")[0])
-        if plots is None or package is None:
+        if plots is None or str(missing.name).split(".")[0] != "matplotlib":
             raise
-        parser.error(f"{plots} needs {package}, which is not installed; pip install 'shardlite[demo]'")
+        parser.error(f"{plots} needs matplotlib, which is not installed; pip install 'shardlite[demo]'")
     except (ValueError, OSError) as wrong:
         parser.error(str(wrong))
 

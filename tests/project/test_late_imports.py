@@ -116,7 +116,7 @@ def test_late_names_are_the_functions_themselves():
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "report", "inspect", "export", "import"]
+COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "inspect", "export", "import"]
 REPORT = """
 import sys
 from shardlite.apps.cli import main
@@ -188,7 +188,6 @@ def test_a_command_whose_models_need_einops_names_the_extra(arguments):
         ("memory --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
         ("ring --algorithm star", "invalid choice: 'star'"),
         ("ring --ranks 65", "--ranks is 65; it must be from 1 to 64"),
-        ("report nowhere", "nowhere"),
         ("inspect", "the following arguments are required: PATH"),
         ("export a b --dtype fp8", "invalid choice: 'fp8'"),
     ],
