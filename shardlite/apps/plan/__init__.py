@@ -8,5 +8,5 @@ JSON and plots. Read `run.py` first, then `plan.py`.
     presets.py    shapes of models by name           decoder.py   the modules of the presets
     clusters.py   cards and links by name            simulate.py  step time, from events and the cost model
     plan.py       bytes of a rank, for one setting   report.py    text and JSON
-    published.py  published formulas                 plots.py     plots of memory, scaling and bandwidth
+    plots.py      plots of memory, scaling and bandwidth
 """

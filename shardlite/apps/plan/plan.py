@@ -166,10 +166,6 @@ class Planner:
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
-        layers = (each.parameters(recurse=False) for each in self._module.modules())
-        self.largest_layer = max(sum(param.numel() for param in layer) for layer in layers)
-        """The largest number of parameters of a single module, without the parameters of its submodules."""
-
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
         """`events(compute, checkpoint, keep)` returns the events of one step."""

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardlite.apps.plan import published
 from shardlite.apps.plan.clusters import Cluster
 from shardlite.apps.plan.plan import Planner, RankPlan, Setting
 from shardlite.apps.plan.simulate import Scaling, simulate
@@ -58,7 +57,6 @@ def text(
     if owners:
         stages = {group.setting.stage: group for group in groups}
         lines += [line for group in stages.values() for plan in group.plans for line in _owners(planner, plan.setting)]
-    lines += ["", *_compared(planner, groups)]
     return "\n".join(lines)
 
 
@@ -167,20 +165,6 @@ def _owners(planner: Planner, setting: Setting) -> Iterator[str]:
         for sizes in ((8, 4), (2, 2))
     ]
     yield f"  sent per rank and step, at most: {_gb(sent[0])} GB; by torch.optim.Muon in bf16: {_gb(sent[1])} GB"
-
-
-def _compared(planner: Planner, groups: Sequence[Group]) -> Iterator[str]:
-    """Yield lines with the results of published formulas for the same model, at the largest number of ranks."""
-    ranks, n = groups[0].plans[-1].setting.world_size, planner.numel
-    yield f"Published formulas, model states in mixed precision, GB per rank at {ranks} ranks:"
-    zero = [f"stage {stage} {_gb(published.model_states(n, stage, ranks))}" for stage in range(4)]
-    yield f"  ZeRO         {', '.join(zero)}"
-    zero3 = published.zero3_by_deepspeed(n, planner.largest_layer, ranks)
-    yield f"  DeepSpeed    ZeRO-2 {_gb(published.zero2_by_deepspeed(n, ranks))}, ZeRO-3 {_gb(zero3)}"
-    yield (
-        f"  ring volume  all-reduce {_gb(published.ring_all_reduce(2 * n, ranks))}, fully sharded "
-        f"{_gb(published.fully_sharded(2 * n, ranks))} GB sent per step, in 16 bits"
-    )
 
 
 def _gb(nbytes: float) -> str:
