@@ -1,14 +1,12 @@
-"""Test `shardlite ring`: its text, its image, and its errors."""
+"""Test `shardlite ring`: its text."""
 
 import re
-import struct
 from textwrap import dedent
 
 import pytest
 import torch
 
 from shardlite.apps.cli import main
-from shardlite.apps.ring.painting import paint
 from shardlite.apps.ring.picture import HEIGHT, WIDTH, brief, frames, text
 from shardlite.comm.schedule import all_gather, order_of_addition, reduce_scatter
 from tests.support.markdown import ROOT, blocks
@@ -215,79 +213,3 @@ def test_the_page_says_whose_bits_they_are(world_size):
             known += ": the same bits" if same and schedule.algorithm != "ring" else ""
             assert told is not None
             assert told.group(1) == known
-
-
-# ---- the image ------------------------------------------------------------------------------------------------------
-
-IMAGES = [
-    ["--ranks=1"],
-    ["--ranks=4", "--algorithm=hierarchical", "--node=2"],
-    pytest.param(["--ranks=3"], marks=pytest.mark.slow),
-    pytest.param(["--ranks=4", "--algorithm=bidirectional"], marks=pytest.mark.slow),
-    pytest.param(["--ranks=8", "--algorithm=hierarchical", "--node=4"], marks=pytest.mark.slow),
-    pytest.param(["--ranks=13", "--operation=all-gather"], marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize("arguments", IMAGES)
-def test_an_image(arguments, tmp_path, capsys):
-    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
-    path = tmp_path / "ring.image"  # a PNG, whatever its name
-    assert main(["ring", *arguments, "--png", str(path)]) == 0
-    assert capsys.readouterr().out.endswith(f"\n\nwrote {path}\n")
-    content = path.read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    width, height = struct.unpack(">II", content[16:24])
-    assert 1000 < width < 4000
-    assert 500 < height < 4000
-
-
-def test_the_image_of_many_steps_has_the_first_and_the_last(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
-    from matplotlib.figure import Figure
-
-    titles = []
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *_, **__: titles.extend(axes.get_title(loc="left") for axes in self.axes)
-    )
-    paint(all_gather("ring", 14), tmp_path / "ring.png")
-    assert titles == [*(f"step {t}" for t in range(6)), *(f"step {t}" for t in range(8, 13)), "end"]
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "node"), [("ring", 1), ("bidirectional", 1), ("hierarchical", 4), ("halving", 1)]
-)
-def test_the_sums_of_eight_ranks_fit_into_their_cells(algorithm, node, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    schedule, sizes = reduce_scatter(algorithm, 8, node=node), []
-
-    def measure(figure, *_, **__):
-        for axes in figure.axes:
-            cell = axes.transData.transform((1, 0)) - axes.transData.transform((0, 1 / schedule.parts))
-            for each in axes.texts:
-                box = each.get_window_extent(figure.canvas.get_renderer())
-                assert (box.size < cell).all(), (each.get_text(), box.size, cell)
-                sizes.append(each.get_fontsize())
-
-    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: measure(FigureCanvasAgg(self).figure))
-    paint(schedule, tmp_path / "ring.png", node)
-    assert min(sizes) >= (8 if algorithm == "ring" else 4)  # points
-
-
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        ("", "is a folder; a file is needed"),
-        ("nowhere/ring.png", "there is no folder"),
-        ("gone.png", "cannot be written (No such file or directory): name a file elsewhere"),
-    ],
-)
-def test_a_png_that_cannot_be_written(tmp_path, refusal, path, words):
-    pytest.importorskip("matplotlib", reason="matplotlib paints the image")
-    (tmp_path / "gone.png").symlink_to(tmp_path / "nowhere" / "ring.png")
-    printed = refusal(main, ["ring", "--png", str(tmp_path / path)])
-    assert f"--png {tmp_path / path}" in printed
-    assert words in printed

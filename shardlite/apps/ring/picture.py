@@ -2,7 +2,7 @@
 
 `frames` simulates a schedule symbolically: a segment is represented by the number of its owner, and a sum by the
 order of its additions.
-`text` formats a page for a terminal. `painting.py` draws an image.
+`text` formats a page for a terminal.
 """
 
 from collections.abc import Iterator, Sequence
