@@ -43,7 +43,7 @@ from bench.support.systems import ORDERS, TRANSPORTS, Build
 from bench.support.table import Row, render, write_rows
 from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
-from shardlite.apps.launch import default_ranks
+from shardlite.cli.launch import default_ranks
 from shardlite.comm.transport.select import choose
 
 PEERS = ("floor", "fsdp2", "ddp")

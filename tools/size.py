@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 KERNELS = "kernels/shardlite_kernels"
-LABORATORY = ("shardlite/apps", "bench")
+LABORATORY = ("shardlite/lab", "bench")
 CEILINGS = ROOT / "tools" / "ceilings.toml"
 LONG_FILE = 450  # lines of any kind
 LONG_FUNCTION, LONG_KERNEL = 40, 60  # lines of code

@@ -43,7 +43,7 @@ from bench.support.systems import SYSTEMS
 from bench.support.table import Columns, Row, titled
 from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
-from shardlite.apps.launch import OWN_STORE, torchrun
+from shardlite.cli.launch import OWN_STORE, torchrun
 
 WAYS = ("memory", "disk")
 AFTER = 2

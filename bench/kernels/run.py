@@ -56,7 +56,7 @@ from bench.kernels.work import works
 from bench.support.measure import percentile
 from bench.support.ranks import report
 from bench.support.table import RESULTS, Row, differences
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
 
 _CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
 _GPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from bench.support.table import Columns, Row, cells_of, markdown_table, where
-from shardlite.apps.cells import system_name
+from shardlite.lab.cells import system_name
 
 _COLUMNS: Columns = {
     "system": lambda row: system_name(row["system"]),

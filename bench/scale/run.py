@@ -45,9 +45,9 @@ from bench.support.selection import rows_for
 from bench.support.systems import SYSTEMS, Build
 from bench.support.table import RESULTS, Row, read_rows, write_rows
 from bench.support.workloads import WORKLOADS, Batch, Workload
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.clusters import CLUSTERS
-from shardlite.apps.plan.source import find_source
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.plan.clusters import CLUSTERS
+from shardlite.lab.plan.source import find_source
 
 SYSTEM = "stage3"
 

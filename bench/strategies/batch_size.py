@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from bench.strategies.problem import CONFIG, SEED, batches, corpus, make_model
 from bench.support.check import UNIT_ROUNDOFF
 from bench.support.table import Row
-from shardlite.apps.demo.text import draw_sequences
+from shardlite.lab.train.text import draw_sequences
 
 SMALLEST = 4
 """Sequences in a batch of size `B`."""

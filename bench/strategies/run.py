@@ -53,7 +53,7 @@ from bench.strategies.wire import counted
 from bench.support.measure import largest, milliseconds, rotated, seconds
 from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.table import RESULTS, Row
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02

@@ -28,7 +28,7 @@ from bench.support.matrix import ROUNDOFF, Setting
 from bench.support.measure import largest
 from bench.support.systems import Build, Floor, Format, Trainer, flat
 from bench.support.workloads import Workload
-from shardlite.apps.memory.systems import OPTIONS
+from shardlite.lab.memory.systems import OPTIONS
 
 STEPS = 3
 """Number of compared steps. The later steps depend on the optimizer's state."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bench.support.table import RESULTS, Row, markdown_table, read_rows
-from shardlite.apps.cells import quantity, system_name, unit
+from shardlite.lab.cells import quantity, system_name, unit
 
 Where = Mapping[str, str]
 

@@ -25,7 +25,7 @@ from bench.support.systems import (
 )
 from bench.support.workloads import Batch, Workload
 from shardlite import Precision
-from shardlite.apps.memory.systems import ADAMW
+from shardlite.lab.memory.systems import ADAMW
 
 PrecisionName = Literal["fp32", "bf16"]
 PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)

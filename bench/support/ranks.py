@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bench.support.table import RESULTS, Row, write_rows
-from shardlite.apps.launch import place, torchrun
+from shardlite.cli.launch import place, torchrun
 
 _GRACE = 35.0
 """Seconds between SIGTERM and SIGKILL. `torchrun` itself kills ranks 30 s after it has sent SIGTERM."""

@@ -22,7 +22,7 @@ import torch
 
 from bench.support.ranks import end_group
 from bench.support.table import Row, read_rows, replace_rows
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,7 +9,7 @@
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
 | `tree` | ShardLite at stage 3 with `order="tree"`, and one part of a batch per rank: the same sums in another order |
 
-`shardlite.apps.memory.systems` wraps PyTorch's systems.
+`shardlite.lab.memory.systems` wraps PyTorch's systems.
 
 All systems use fused AdamW. As is PyTorch's default, they free gradients after the step. With `compute`, weights in
 fp32 are cast to this dtype for forward and backward, and gradients are reduced in fp32. FSDP1, FSDP2 and ShardLite have
@@ -38,8 +38,8 @@ from torch.optim import Optimizer
 
 from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, Route, ShardLite
-from shardlite.apps.memory.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
 from shardlite.config import ReduceName, TransportName
+from shardlite.lab.memory.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from shardlite.apps.cells import heading, system_name, texts
-from shardlite.apps.tables import aligned
+from shardlite.lab.cells import heading, system_name, texts
+from shardlite.lab.tables import aligned
 
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], str]]

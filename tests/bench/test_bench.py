@@ -13,7 +13,7 @@ from bench.support.matrix import Setting, settings, systems_in
 from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
 from bench.support.table import read_rows, render
 from bench.support.workloads import WORKLOADS, gpt, perceptrons
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.train.settings import GPTConfig
 from tests.support.ranks.scripts import run_command
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)

@@ -18,7 +18,7 @@ from bench.optimizers.wire import Sent, sent_in_update
 from bench.support.check import ResultError
 from bench.support.table import read_rows
 from bench.support.workloads import gpt, perceptrons
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.train.settings import GPTConfig
 from tests.support.ranks.scripts import run_command
 
 WIDTH = 32

@@ -12,9 +12,9 @@ from bench.ring.run import goal_of, main, measure, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from bench.ring.table import render_speedups, size_words
 from bench.support.table import differences, read_rows
-from shardlite.apps.plan.clusters import LINKS, LinkCost
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
+from shardlite.lab.plan.clusters import LINKS, LinkCost
 from tests.support.ranks.scripts import run_command
 
 ROOT = Path(__file__).parents[2]

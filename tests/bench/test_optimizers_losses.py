@@ -6,7 +6,7 @@ import pytest
 
 from bench.optimizers import losses
 from bench.support.table import read_rows
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.train.settings import GPTConfig
 from tests.support.ranks.scripts import run_command
 
 

@@ -17,8 +17,8 @@ from bench.strategies.replicas import AVERAGED_EVERY, data_parallel, one_process
 from bench.strategies.run import STRATEGIES, complaints, main
 from bench.strategies.table import render
 from bench.support.table import read_rows
-from shardlite.apps.cli import main as shardlite
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.cli import main as shardlite
+from shardlite.lab.train.settings import GPTConfig
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
 

@@ -9,9 +9,9 @@ import pytest
 
 import shardlite
 from shardlite import build
-from shardlite.apps import options
-from shardlite.apps.memory import command as memory_command
-from shardlite.apps.memory.systems import SYSTEMS
+from shardlite.cli import options
+from shardlite.lab.memory import command as memory_command
+from shardlite.lab.memory.systems import SYSTEMS
 from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (
@@ -56,7 +56,7 @@ def test_without_pytorch_nothing_is_imported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.apps.demo.gpt"]
+    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.train.gpt"]
 )
 def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
     words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")
@@ -119,7 +119,7 @@ def test_late_names_are_the_functions_themselves():
 COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "inspect", "export", "import"]
 REPORT = """
 import sys
-from shardlite.apps.cli import main
+from shardlite.cli import main
 try:
     main(sys.argv[1:])
 finally:
@@ -158,7 +158,7 @@ def test_nor_does_the_package_as_a_program():
     "arguments", [["train"], ["verify"], ["plan", "--model", "gpt2"], ["memory", "--model", "gpt2"]]
 )
 def test_a_command_whose_models_need_einops_names_the_extra(arguments):
-    program = "import sys\nsys.modules['einops'] = None\nfrom shardlite.apps.cli import main\nmain(sys.argv[1:])"
+    program = "import sys\nsys.modules['einops'] = None\nfrom shardlite.cli import main\nmain(sys.argv[1:])"
     done = run_process("-c", program, *arguments)
     words = "its models need einops, which is not installed; pip install 'shardlite[demo]'"
     told = f"shardlite {arguments[0]}: error: {words} (see shardlite {arguments[0]} --help)\n"
