@@ -63,7 +63,6 @@ from bench.support.simulated_cuda import Cuda
 from bench.support.systems import Build, Trainer, build_floor
 from bench.support.table import Columns, Row, markdown_table, titled, where
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, Batch, Workload, llama_blocks, transformers_gpt2
-from shardlite.apps.memory.machine import machine
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
@@ -71,6 +70,7 @@ from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES, GroupCollectives
 from shardlite.config import Route
 from shardlite.engine import backward
+from shardlite.lab.memory.machine import machine
 from shardlite.params import parameters
 from shardlite.weights.saved_tensors import SavedTensorHooks
 

@@ -57,11 +57,11 @@ from bench.support.ranks import on_ranks, options_of_ranks, report
 from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
 from bench.support.table import Columns, Row, cells_of, markdown_table, write_rows
 from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, staged_rows
 from shardlite.config import Route
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.memory.systems import OPTIMIZER
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)

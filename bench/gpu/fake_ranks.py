@@ -33,10 +33,10 @@ from bench.support.measure import percentile
 from bench.support.systems import Build, Trainer, build_format, build_fsdp2, build_shardlite
 from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 from shardlite import NonFiniteWarning, Precision
-from shardlite.apps.plan.clusters import CLUSTERS
-from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.source import Source
 from shardlite.comm import streams
+from shardlite.lab.plan.clusters import CLUSTERS
+from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.plan.source import Source
 
 RANKS = 8
 CLUSTER = CLUSTERS["dgx-h100"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.support.measure import percentile, quantiles
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
 
 
 class Report:

@@ -14,7 +14,7 @@ from bench.support.ranks import only_rank
 from bench.support.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite
 from bench.support.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
 from bench.support.workloads import compiled as with_compiled_blocks
-from shardlite.apps.memory.systems import torch_adamw
+from shardlite.lab.memory.systems import torch_adamw
 
 STEPS = 20
 RATE = 2e-5
