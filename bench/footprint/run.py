@@ -24,14 +24,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.support.table import RESULTS, Row, markdown_table, read_rows
-from bench.support.workloads import WORKLOADS, Workload
 from shardlite.lab.memory import table
 from shardlite.lab.memory.measure import measure
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.run import RETURNS, Program, be_rank, measure_all
 from shardlite.lab.memory.systems import SYSTEMS
 from shardlite.lab.plan.source import Source
+from shardlite.lab.table import RESULTS, Row, markdown_table, read_rows
+from shardlite.lab.workloads import WORKLOADS, Workload
 
 
 def source_of(workload: Workload) -> Source:

@@ -27,10 +27,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.table import Row
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.table import Row
 from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Bytes, Corpus, draw_batch, read_corpus

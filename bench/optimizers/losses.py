@@ -31,10 +31,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.table import RESULTS, Row, markdown_table, where
 from shardlite import ShardLite
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.table import RESULTS, Row, markdown_table, where
 from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.optimizers import make_optimizer
 from shardlite.lab.train.settings import GPTConfig, Settings

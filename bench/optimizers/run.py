@@ -39,11 +39,11 @@ from bench.optimizers.peers import missing
 from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.table import render
 from bench.optimizers.wire import sent_in_update
-from bench.support.measure import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
-from bench.support.ranks import on_ranks, options_of_ranks
-from bench.support.systems import Build
-from bench.support.table import Row, write_rows
-from bench.support.workloads import MEASURED, WORKLOADS, Workload
+from shardlite.lab.ranks import on_ranks, options_of_ranks
+from shardlite.lab.systems import Build
+from shardlite.lab.table import Row, write_rows
+from shardlite.lab.timer import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
+from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:

@@ -37,9 +37,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bench.optimizers.libraries import Candidate, candidates
-from bench.support.table import RESULTS, Row, read_rows, write_rows
 from shardlite import LayoutError, ShardLite, ShardWarning, WholeParameters
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.table import RESULTS, Row, read_rows, write_rows
 from shardlite.lab.verify.plain import Twin
 
 STAGES = (3, 2, 0)

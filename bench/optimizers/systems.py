@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from bench.optimizers.peers import PEERS
-from bench.support.systems import Build, Floor, Trainer, flat, join, whole_of_dtensor
-from bench.support.workloads import Workload
 from shardlite import Precision, ShardLite, WholeParameters
 from shardlite.lab.memory.systems import ADAMW, OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp2
+from shardlite.lab.systems import Build, Floor, Trainer, flat, join, whole_of_dtensor
+from shardlite.lab.workloads import Workload
 from shardlite.whole.groups import is_hidden_matrix
 
 MUON: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from bench.support.table import Columns, Row, cells_of, markdown_table, where
 from shardlite.lab.cells import system_name
+from shardlite.lab.table import Columns, Row, cells_of, markdown_table, where
 
 _COLUMNS: Columns = {
     "system": lambda row: system_name(row["system"]),

@@ -38,9 +38,6 @@ import torch.distributed as dist
 
 from bench.ring.fit import fit, predicted
 from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
-from bench.support.measure import Times, percentile, seconds
-from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
-from bench.support.table import Row, differences, replace_rows
 from shardlite.cli.doctor.trials import start_together
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
@@ -48,6 +45,9 @@ from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.plan.clusters import LINKS
+from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
+from shardlite.lab.table import Row, differences, replace_rows
+from shardlite.lab.timer import Times, percentile, seconds
 
 SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 """4 KiB to 64 MiB."""

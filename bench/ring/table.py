@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.support.table import Row, markdown_table, where
+from shardlite.lab.table import Row, markdown_table, where
 
 _SHOWN = (2**12, 2**20, 2**24, 2**26)
 """Sizes in the table, in bytes."""

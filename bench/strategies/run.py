@@ -50,10 +50,10 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.table import render
 from bench.strategies.wire import counted
-from bench.support.measure import largest, milliseconds, rotated, seconds
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.table import RESULTS, Row
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.table import RESULTS, Row
+from shardlite.lab.timer import largest, milliseconds, rotated, seconds
 from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02

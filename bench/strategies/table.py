@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from bench.support.table import Columns, Row, cells_of, markdown_table, where
+from shardlite.lab.table import Columns, Row, cells_of, markdown_table, where
 
 _COLUMNS: Columns = {
     "strategy": lambda row: str(row["strategy"]),

@@ -8,12 +8,12 @@ import pytest
 
 from bench import step
 from bench.faults import detection
-from bench.support.check import ResultError, verify
-from bench.support.matrix import Setting, settings, systems_in
-from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
-from bench.support.table import read_rows, render
-from bench.support.workloads import WORKLOADS, gpt, perceptrons
+from shardlite.lab.check import ResultError, verify
+from shardlite.lab.matrix import Setting, settings, systems_in
+from shardlite.lab.systems import SYSTEMS, Floor, Trainer, build_ddp
+from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.workloads import WORKLOADS, gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)

@@ -20,9 +20,9 @@ from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
 from bench.gpu_path import BLOCKS, counts_of
 from bench.support.simulated_cuda import Event
-from bench.support.table import RESULTS, read_rows
-from bench.support.workloads import WORKLOADS
 from shardlite.comm import streams
+from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.workloads import WORKLOADS
 from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
 from tests.comm.streams.simulated_gpu import Gpu
 

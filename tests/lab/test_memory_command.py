@@ -11,8 +11,6 @@ from torch import nn
 from torch.distributed.run import get_args_parser
 
 from bench.footprint.run import source_of
-from bench.support.table import RESULTS
-from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.build import ACTIVATIONS
 from shardlite.cli import main
@@ -26,6 +24,8 @@ from shardlite.lab.memory.table import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
 from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.source import find_source
+from shardlite.lab.table import RESULTS
+from shardlite.lab.workloads import WORKLOADS
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process

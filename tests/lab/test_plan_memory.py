@@ -10,7 +10,6 @@ import torch
 from shardlite_kernels import chunk_memory
 from torch import nn
 
-from bench.support.workloads import WithLoss
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.build import STAGES
 from shardlite.grads.backward_run import HostRun
@@ -20,6 +19,7 @@ from shardlite.lab.plan.presets import Shape
 from shardlite.lab.plan.source import Source
 from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import SIZES, GPTConfig
+from shardlite.lab.workloads import WithLoss
 from shardlite.telemetry import Meter
 from tests.kernels.all_pairs import all_pairs
 from tests.support.patience import passes_over

@@ -10,7 +10,7 @@ from shardlite.lab.memory.timeline import PURPOSES, Timeline
 from shardlite.lab.plan.plan import RankPlan, Setting
 from shardlite.lab.plan.report import words
 from shardlite.lab.plan.source import Source
-from shardlite.lab.tables import aligned
+from shardlite.lab.table import aligned
 
 _MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
 

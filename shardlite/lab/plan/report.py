@@ -8,7 +8,7 @@ from shardlite.build import ACTIVATIONS
 from shardlite.lab.plan.clusters import Cluster
 from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.simulate import Scaling, simulate
-from shardlite.lab.tables import aligned
+from shardlite.lab.table import aligned
 from shardlite.whole import describe
 
 COLUMNS = {

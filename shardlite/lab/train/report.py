@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import TextIO
 
 from shardlite.lab.memory.peak import Footprint
-from shardlite.lab.tables import aligned
+from shardlite.lab.table import aligned
 from shardlite.model import ShardLite
 from shardlite.telemetry import format_bytes
 

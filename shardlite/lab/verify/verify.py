@@ -23,7 +23,7 @@ from shardlite.build import STAGES, UnitPolicy
 from shardlite.comm import agree, all_gather_json, problem_in, ranks_of
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, check_int
-from shardlite.lab.tables import aligned
+from shardlite.lab.table import aligned
 from shardlite.lab.verify import twins
 from shardlite.lab.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.lab.verify.plain import ring_mean, simple_mean

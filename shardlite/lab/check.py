@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.support.matrix import ROUNDOFF, Setting
-from bench.support.measure import largest
-from bench.support.systems import Build, Floor, Format, Trainer, flat
-from bench.support.workloads import Workload
+from shardlite.lab.matrix import ROUNDOFF, Setting
 from shardlite.lab.memory.systems import OPTIONS
+from shardlite.lab.systems import Build, Floor, Format, Trainer, flat
+from shardlite.lab.timer import largest
+from shardlite.lab.workloads import Workload
 
 STEPS = 3
 """Number of compared steps. The later steps depend on the optimizer's state."""

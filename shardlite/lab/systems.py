@@ -36,10 +36,10 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from bench.support.workloads import Batch, Workload
 from shardlite import AdamW, Precision, Route, ShardLite
 from shardlite.config import ReduceName, TransportName
 from shardlite.lab.memory.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
+from shardlite.lab.workloads import Batch, Workload
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,9 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from bench.support.systems import (
+from shardlite import Precision
+from shardlite.lab.memory.systems import ADAMW
+from shardlite.lab.systems import (
     ORDERS,
     Build,
     Trainer,
@@ -23,9 +25,7 @@ from bench.support.systems import (
     build_shardlite,
     build_zero,
 )
-from bench.support.workloads import Batch, Workload
-from shardlite import Precision
-from shardlite.lab.memory.systems import ADAMW
+from shardlite.lab.workloads import Batch, Workload
 
 PrecisionName = Literal["fp32", "bf16"]
 PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.support.table import RESULTS, Row, write_rows
-from shardlite.cli.launch import place, torchrun
+from shardlite.cli import launch, torchrun
+from shardlite.lab.table import RESULTS, Row, write_rows
 
 _GRACE = 35.0
 """Seconds between SIGTERM and SIGKILL. `torchrun` itself kills ranks 30 s after it has sent SIGTERM."""
@@ -87,7 +87,7 @@ def on_ranks(
 def one_of_them() -> Iterator[dist.ProcessGroup]:
     """Initialize the process group in a process of `start_ranks`. If the block raises, do not destroy the group."""
     torch.set_num_threads(1)
-    device, backend = place(torch.cuda.device_count())
+    device, backend = launch.place(torch.cuda.device_count())
     if torch.cuda.is_available():
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
@@ -112,7 +112,7 @@ def default_group(backend: str, **where: Any) -> Iterator[dist.ProcessGroup]:
 @contextmanager
 def only_rank(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Initialize a process group of one rank for tensors on a device, without a launcher."""
-    _, backend = place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
+    _, backend = launch.place(int(device.type == "cuda"), {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"})
     with (
         tempfile.NamedTemporaryFile() as store,
         default_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1) as group,

@@ -14,9 +14,9 @@ from time import perf_counter, process_time, thread_time
 import torch
 import torch.distributed as dist
 
-from bench.support.systems import Build, Trainer
-from bench.support.workloads import Workload
-from shardlite.telemetry.meter import Meter
+from shardlite.lab.systems import Build, Trainer
+from shardlite.lab.workloads import Workload
+from shardlite.telemetry import Meter
 
 WARM_UP = 3
 """Steps that are not timed: they create optimizer state and record the gather order."""
@@ -102,8 +102,8 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
 
 def activation_bytes(workload: Workload, compute: torch.dtype | None = None) -> int:
     """Return the bytes that the forward of the plain model saves for its backward."""
-    model, batch = workload.model().to(compute), workload.batch(0, 0)
-    batch = tuple(each.to(compute) if each.is_floating_point() else each for each in batch)
+    model = workload.model().to(compute)
+    batch = [each.to(compute) if each.is_floating_point() else each for each in workload.batch(0, 0)]
     gc.collect()
     if workload.device.type == "cuda":
         before = torch.cuda.memory_allocated(workload.device)
