@@ -29,14 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.report import Report, free, milliseconds, synchronize
 from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
-from bench.support.measure import percentile
-from bench.support.systems import Build, Trainer, build_format, build_fsdp2, build_shardlite
-from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 from shardlite import NonFiniteWarning, Precision
 from shardlite.comm import streams
 from shardlite.lab.plan.clusters import CLUSTERS
 from shardlite.lab.plan.plan import Planner, Setting
 from shardlite.lab.plan.source import Source
+from shardlite.lab.systems import Build, Trainer, build_format, build_fsdp2, build_shardlite
+from shardlite.lab.timer import percentile
+from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 
 RANKS = 8
 CLUSTER = CLUSTERS["dgx-h100"]

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from bench.gpu.run import ROWS, WARM_UP, located
-from bench.support.table import RESULTS, read_rows, replace_rows
+from shardlite.lab.table import RESULTS, read_rows, replace_rows
 
 
 def land(folder: Path, results: Path = RESULTS) -> int:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from bench.gpu import ROOT
 from bench.gpu.report import Report, synchronize
-from bench.support.systems import build_shardlite
-from bench.support.workloads import Workload, perceptrons
 from shardlite.config import TransportName
+from shardlite.lab.systems import build_shardlite
+from shardlite.lab.workloads import Workload, perceptrons
 
 STEPS = 3
 LIMIT = 30.0

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from bench.support.measure import percentile, quantiles
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.timer import percentile, quantiles
 
 
 class Report:
