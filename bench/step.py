@@ -139,7 +139,7 @@ def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
 def _report(rows: list[Row]) -> None:
     """Print the table of one run."""
     worst = max(rows, key=lambda row: row["tolerance_used"])
-    print(f"\n{render(rows, markdown=False)}")
+    print(f"\n{render(rows)}")
     print(
         f"\nVerified: {worst['system']} needs most of the tolerance, {worst['tolerance_used']:.2f} of it.\n", flush=True
     )

@@ -20,20 +20,20 @@ from shardlite.lab.table import RESULTS, Row, read_rows
 RENDERERS = {
     "step": "shardlite.lab.table:render",
     "footprint": "bench.footprint.run:render",
-    "ring": "bench.ring.table:render_speedups",
+    "ring": "bench.ring.run:render_speedups",
     "scale": "bench.scale.table:render",
     "host": "bench.host:render",
     "host-fake": "bench.host:render",
     "host-block": "bench.host:render",
     "checkpoint": "bench.faults.checkpoint:render",
     "kernels": "shardlite.lab.table:differences",
-    "optimizers": "bench.optimizers.table:render",
+    "optimizers": "bench.optimizers.run:render",
     "gpu": "bench.gpu.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
     "optimizers-losses": "bench.optimizers.losses:render",
     "optimizers-sweep": "bench.optimizers.sweep:table",
-    **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.table:render"),
+    **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.run:render"),
 }
 """For each value of the key `bench`, the function that renders the rows as a table."""
 

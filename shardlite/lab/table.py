@@ -21,12 +21,12 @@ _COLUMNS: Columns = {
     "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
     "per second": lambda row: f"{row['per_second']:.0f}",
     "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
-    "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
-    "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
-    "step / DDP's": lambda row: _number(row, "ms_vs_ddp", 2),
+    "above floor, ms": lambda row: number(row, "ms_above_floor", 0),
+    "above / FSDP2's": lambda row: number(row, "above_floor_vs_fsdp2", 2),
+    "step / DDP's": lambda row: number(row, "ms_vs_ddp", 2),
     "peak, MiB": lambda row: _mebibytes(row, 0),
     "held, MiB": lambda row: _mebibytes(row, row["activation_bytes"]),
-    "held / FSDP2's": lambda row: _number(row, "held_vs_fsdp2", 2),
+    "held / FSDP2's": lambda row: number(row, "held_vs_fsdp2", 2),
 }
 
 
@@ -49,13 +49,13 @@ def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]
     beside.replace(file)
 
 
-def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
+def render(rows: Sequence[Row]) -> str:
     """Return one table for each model and number of ranks, with a heading.
 
     For a run with several settings, the table shows throughput, with one column per setting.
     """
     runs = [list(run) for _, run in groupby(rows, key=_run)]
-    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
+    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run) for run in runs)
 
 
 def where(row: Row) -> str:
@@ -63,7 +63,7 @@ def where(row: Row) -> str:
     return f"{row['machine']}, torch {row['torch']}, {row['date']}"
 
 
-def _number(row: Row, key: str, digits: int) -> str:
+def number(row: Row, key: str, digits: int) -> str:
     """Format a number, or return an empty string if the row lacks the key."""
     return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
 
@@ -87,7 +87,7 @@ def _setting(row: Row) -> str:
     return ", ".join(filter(None, words))
 
 
-def _render_settings(rows: list[Row], markdown: bool) -> str:
+def _render_settings(rows: list[Row]) -> str:
     rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
     found = _settings(rows)
     cells = [["system", *found]]
@@ -101,14 +101,14 @@ def _render_settings(rows: list[Row], markdown: bool) -> str:
         f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
         f"{where(first)}."
     )
-    return f"{heading}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
+    return f"{heading}\n\n{markdown_table(cells)}"
 
 
-def _render_run(rows: list[Row], markdown: bool) -> str:
+def _render_run(rows: list[Row]) -> str:
     known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
     cells = cells_of(known, rows)
     cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
-    return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells)}"
 
 
 def _heading(row: Row) -> str:
@@ -136,9 +136,9 @@ def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
 
 
-def titled(words: str, columns: Columns, rows: Sequence[Row]) -> str:
-    """Return a table of rows with a heading: `words`, machine, PyTorch version and date."""
-    return f"{words}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows))}"
+def titled(heading: str, columns: Columns, rows: Sequence[Row], *, words: int = 1) -> str:
+    """Return a table of rows with a heading, followed by the machine, the PyTorch version and the date."""
+    return f"{heading}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows), words=words)}"
 
 
 def differences(rows: Sequence[Row]) -> str:

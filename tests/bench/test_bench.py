@@ -44,7 +44,7 @@ def assert_prints_what_it_writes(out, folder):
     assert_complete(rows)
     for row in rows:
         assert row["per_second"] == pytest.approx(2 * 4 / row["ms_p50"] * 1e3, rel=0.02)
-    assert render(rows, markdown=False) in out
+    assert render(rows) in out
 
 
 def test_the_command_has_a_row_for_each_system(cluster, tmp_path):

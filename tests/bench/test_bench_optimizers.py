@@ -12,8 +12,8 @@ from torch.optim import Muon, _muon
 from bench.optimizers import run
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
+from bench.optimizers.run import render
 from bench.optimizers.systems import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
-from bench.optimizers.table import render
 from bench.optimizers.wire import Sent, sent_in_update
 from shardlite.lab.check import ResultError
 from shardlite.lab.table import read_rows

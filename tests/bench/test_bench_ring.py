@@ -8,9 +8,8 @@ import torch
 import shardlite.lab.ranks
 from bench.ring import systems as ring_systems
 from bench.ring.fit import fit, predicted
-from bench.ring.run import goal_of, main, measure, systems_on
+from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
-from bench.ring.table import render_speedups, size_words
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
 from shardlite.lab.plan.clusters import LINKS, LinkCost
