@@ -26,8 +26,8 @@ from torch.optim import Muon, Optimizer
 
 from bench.optimizers.peers import PEERS
 from shardlite import Precision, ShardLite, WholeParameters
-from shardlite.lab.memory.systems import ADAMW, OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp2
-from shardlite.lab.systems import Build, Floor, Trainer, flat, join, whole_of_dtensor
+from shardlite.lab import systems
+from shardlite.lab.systems import ADAMW, OPTIONS, Build, Floor, Trainer, flat, join, torch_adamw, whole_of_dtensor
 from shardlite.lab.workloads import Workload
 from shardlite.whole.groups import is_hidden_matrix
 
@@ -100,14 +100,14 @@ def work(matrix: Tensor) -> int:
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """Build `DistributedDataParallel`."""
-    model = wrap_ddp(workload.model(), group)
+    model = systems.wrap_ddp(workload.model(), group)
     return Trainer(model, both(model, torch_muon), flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, muon: MakeMuon) -> Trainer:
     """Build FSDP2."""
     model = workload.model()
-    model = wrap_fsdp2(model, workload.units(model), group, Precision())
+    model = systems.wrap_fsdp2(model, workload.units(model), group, Precision())
     return Trainer(model, both(model, muon), whole_of_dtensor)
 
 

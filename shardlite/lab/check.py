@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite.lab.matrix import ROUNDOFF, Setting
-from shardlite.lab.memory.systems import OPTIONS
-from shardlite.lab.systems import Build, Floor, Format, Trainer, flat
+from shardlite.lab.systems import OPTIONS, Build, Floor, Format, Trainer, flat
 from shardlite.lab.timer import largest
 from shardlite.lab.workloads import Workload
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardlite import Precision
-from shardlite.lab.memory.systems import ADAMW
 from shardlite.lab.systems import (
+    ADAMW,
     ORDERS,
     Build,
     Trainer,

@@ -9,8 +9,6 @@
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
 | `tree` | ShardLite at stage 3 with `order="tree"`, and one part of a batch per rank: the same sums in another order |
 
-`shardlite.lab.memory.systems` wraps PyTorch's systems.
-
 All systems use fused AdamW. As is PyTorch's default, they free gradients after the step. With `compute`, weights in
 fp32 are cast to this dtype for forward and backward, and gradients are reduced in fp32. FSDP1, FSDP2 and ShardLite have
 an option for this; in the other systems the forward casts (`Cast`).
@@ -20,8 +18,10 @@ Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter
 
 from __future__ import annotations
 
+import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
@@ -38,8 +41,16 @@ from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite
 from shardlite.config import ReduceName, TransportName
-from shardlite.lab.memory.systems import OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp1, wrap_fsdp2, zero_optimizer
 from shardlite.lab.workloads import Batch, Workload
+
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
+"""Options of AdamW. They do not affect memory."""
+
+ADAMW = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay {OPTIONS['weight_decay']}"
+OPTIMIZER = f"{ADAMW}, no clipping"
+
+ZERO = "torch.distributed.optim"
+"""The module of `ZeroRedundancyOptimizer`. Its import takes long."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,9 @@ class Trainer:
     max_norm: float | None = None
     """Norm to which gradients are clipped; `None` does not clip."""
 
+    forward: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(*batch)
+    """Function of the model and a batch that returns the loss, []."""
+
     def backward(self, batch: Batch) -> Tensor:
         """Run forward and backward, and return the loss of this rank's batch, []."""
         if self.accumulation == 1:
@@ -69,8 +83,11 @@ class Trainer:
 
     def loss(self, batch: Batch) -> Tensor:
         """Run the forward of one micro-batch, and return its loss, []."""
-        loss: Tensor = self.model(*batch)
-        return loss
+        return self.forward(self.model, batch)
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Run the backward of a loss."""
+        torch.autograd.backward(loss)
 
     def update(self) -> Tensor | None:
         """Clip if `max_norm` is set, step, and free the gradients.
@@ -105,7 +122,7 @@ class Trainer:
     def _backward(self, batch: Batch, parts: int) -> Tensor:
         """Run forward and backward of one of `parts` micro-batches, and return its share of the loss, []."""
         loss = self.loss(batch) if parts == 1 else self.loss(batch) / parts
-        torch.autograd.backward(loss)
+        self.differentiate(loss)
         return loss.detach()
 
     @contextmanager
@@ -201,7 +218,8 @@ def computing_in(model: nn.Module, compute: torch.dtype | None) -> nn.Module:
     return model if compute is None else Cast(model, compute)
 
 
-Build = Callable[[Workload, dist.ProcessGroup], Trainer]
+Build = Callable[[Any, dist.ProcessGroup], Trainer]
+"""Function of a `Workload`, or of a `Source`, which has the same methods `model` and `units`."""
 
 
 def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
@@ -296,13 +314,14 @@ def build_format(
 _BF16 = Precision(compute=torch.bfloat16)
 _SPLIT = Precision(compute=torch.bfloat16, master="split24")
 
-FORMATS: dict[str, Build] = {
-    "in_backward": partial(build_format, in_backward=True),
-    "bf16": partial(build_format, precision=_BF16),
-    "bf16, split24": partial(build_format, precision=_SPLIT),
-    "bf16, int8": partial(build_format, precision=_BF16, state="int8"),
-    "compact": partial(build_format, precision=_SPLIT, state="int8", in_backward=True),
+OPTIONS_OF_FORMATS: dict[str, dict[str, Any]] = {
+    "in_backward": {"in_backward": True},
+    "bf16": {"precision": _BF16},
+    "bf16, split24": {"precision": _SPLIT},
+    "bf16, int8": {"precision": _BF16, "state": "int8"},
+    "compact": {"precision": _SPLIT, "state": "int8", "in_backward": True},
 }
+FORMATS: dict[str, Build] = {name: partial(build_format, **each) for name, each in OPTIONS_OF_FORMATS.items()}
 """Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
 MIXED: dict[str, Build] = {
@@ -329,6 +348,76 @@ TRANSPORTS: dict[str, Build] = {
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
 """ShardLite at stage 3 with a different order of addition."""
+
+
+Units = Sequence[nn.Module]
+
+
+def wrap_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Wrap a model in PyTorch's `DistributedDataParallel`. Nothing is sharded."""
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def wrap_fsdp1(
+    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
+) -> nn.Module:
+    """Wrap a model in PyTorch's FSDP1, which has flat parameters. The arguments are those of `wrap_fsdp2`."""
+    chosen = set(units)
+    policy = None
+    if precision.compute is not None:
+        policy = fsdp.MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
+        return FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
+            device_id=_device_of(model),
+            mixed_precision=policy,
+            use_orig_params=True,
+        )
+
+
+def wrap_fsdp2(
+    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
+) -> nn.Module:
+    """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
+
+    Args:
+        model: the model, on the device where it is trained.
+        units: modules whose weights are gathered together: inner modules first, without the root.
+        group: all ranks.
+        precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
+    """
+    mesh = DeviceMesh.from_group(group, _device_of(model).type)
+    reduce = None if precision.compute is None else precision.reduce
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
+    for unit in [*units, model]:
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def import_quietly(package: str) -> Any:
+    """Import a package without a warning. PyTorch 2.13 compiles `optim` with `torch.jit`, which is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(package)
+
+
+def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Optimizer:
+    """Return PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
+    make = import_quietly(ZERO).ZeroRedundancyOptimizer
+    optimizer: Optimizer = make(params, torch.optim.AdamW, process_group=group, fused=True, **OPTIONS)
+    return optimizer
+
+
+def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return PyTorch's fused AdamW with `OPTIONS`."""
+    return torch.optim.AdamW(params, fused=True, **OPTIONS)
 
 
 def flat(tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from shardlite.lab.memory import predict, table
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
-from shardlite.lab.memory.systems import SYSTEMS, System, shardlite_system, wrap_fsdp2, wrapped_system
+from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
 from shardlite.lab.memory.table import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
 from shardlite.lab.plan.plan import Planner, RankPlan, Setting
@@ -250,7 +250,7 @@ def record_both(group) -> list[Timeline]:
     source = find_source("demo-tiny", 2, None)
     return [
         record(source, shardlite_system(SETTING), group),
-        record(source, wrapped_system(wrap_fsdp2, SETTING.precision), group),
+        record(source, fsdp2_system(SETTING.precision), group),
     ]
 
 

@@ -11,7 +11,7 @@ from shardlite.lab.plan.presets import check_model
 SYSTEMS = (
     *("activations", "activations, bf16", "plain", "ddp", "zero", "fsdp1", "fsdp2"),
     *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
-    *("in_backward", "in_backward, prefetch 0", "bf16", "bf16, split24", "bf16, int8", "compact"),
+    *("in_backward", "bf16", "bf16, split24", "bf16, int8", "compact", "in_backward, prefetch 0"),
 )
 """The names of `systems.SYSTEMS`, repeated here because the module `systems` imports PyTorch."""
 

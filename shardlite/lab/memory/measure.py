@@ -35,7 +35,9 @@ import sys
 import threading
 import time
 from bisect import bisect
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -48,8 +50,9 @@ from shardlite import ShardLite
 from shardlite.comm import all_gather_json
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.memory.peak import peak_of
-from shardlite.lab.memory.systems import OPTIMIZER, System, Trainer
+from shardlite.lab.memory.systems import System
 from shardlite.lab.plan.source import Source
+from shardlite.lab.systems import OPTIMIZER, Trainer
 from shardlite.model import ModelState
 
 Row = dict[str, Any]
@@ -77,16 +80,16 @@ def measure(
         steps: number of steps in which processes are sampled.
     """
     system.prepare()
-    parameters = _count(source)
+    parameters = source.parameters()  # also imports the packages of the model, so that no import is measured
     given = source.batch()
     source = replace(source, batch=lambda: given)
     if process:
         trainer, sizes = _sample_processes(source, system, group, steps)
     else:
-        trainer, sizes = system.build(source, group), {}
+        trainer, sizes = system.train(source, group), {}
         warm_up(trainer)
     gc.collect()
-    tensor_bytes, purposes = peak_of(trainer.step, lambda: _purposes_of(trainer.model))
+    tensor_bytes, purposes = peak_of(partial(take_step, trainer), lambda: _purposes_of(trainer.model))
     compute = _compute(trainer.model)
     return {
         "words": source.words,
@@ -102,10 +105,20 @@ def measure(
     }
 
 
+def take_step(trainer: Trainer, enter: Callable[[str], object] = lambda _: None) -> None:
+    """Take one training step. Call `enter` with the name of each phase when the phase begins."""
+    enter("forward")
+    loss = trainer.loss(())  # type: ignore[arg-type]  # the loss holds the batch
+    enter("backward")
+    trainer.differentiate(loss)
+    enter("step")
+    trainer.update()
+
+
 def warm_up(trainer: Trainer) -> None:
     """Take the warm-up steps, which are not measured."""
     for _ in range(WARM_UP):
-        trainer.step()
+        take_step(trainer)
 
 
 def compared(rows: list[Row]) -> list[Row]:
@@ -132,29 +145,16 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
     del made
     gc.collect()
     sampler.sample()
-    trainer = system.build(source, group)
+    trainer = system.train(source, group)
     sizes["wrap_peak_bytes"], sizes["wrapped_bytes"] = sampler.sample()
     warm_up(trainer)
     sampler.sample()
     with _Account(trainer.model) as account:
         for _ in range(steps):
-            trainer.step()
+            take_step(trainer)
         sizes["pss_bytes"], sizes["between_bytes"] = sampler.sample()
     sampler.close()
     return trainer, {**sizes, "pss_purposes": account.mean_at(sampler.when, group)}
-
-
-def _count(source: Source) -> int:
-    """Return the number of elements in all parameters.
-
-    The function also imports the packages of the model, so that sizes measured later do not include the imports.
-    """
-    try:
-        with torch.device("meta"):
-            model = source.make()
-    except (NotImplementedError, RuntimeError):  # the constructor reads values of meta tensors, which have none
-        model = source.make()
-    return sum(param.numel() for param in model.parameters())
 
 
 def _compute(model: nn.Module) -> torch.dtype:

@@ -23,7 +23,7 @@ from shardlite.lab.memory import OWN
 from shardlite.lab.memory.measure import Row, compared, measure
 from shardlite.lab.memory.plots import paint, paint_timeline
 from shardlite.lab.memory.predict import Predictor
-from shardlite.lab.memory.systems import SYSTEMS, System, shardlite_system, wrap_fsdp2, wrapped_system
+from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
 from shardlite.lab.memory.table import by_purpose, heading, render
 from shardlite.lab.memory.timeline import Timeline, record
 from shardlite.lab.plan.plan import Planner, Setting, setting_of
@@ -83,7 +83,7 @@ def run_rank(options: Namespace) -> int:
         if options.timeline is None:
             return measure(_named(source), system, group, process=options.process, steps=options.steps)
         if options.systems[0] == "fsdp2":
-            system = wrapped_system(wrap_fsdp2, setting.precision)
+            system = fsdp2_system(setting.precision)
         return asdict(record(source, system, group))
 
     return be_rank(work, options.row)

@@ -12,71 +12,31 @@
 | the others | ShardLite at stage 3 in other formats; `compact` combines them with `in_backward` |
 """
 
-import importlib
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.build import partition_module
+from shardlite.lab import systems
 from shardlite.lab.plan.plan import Setting
 from shardlite.lab.plan.source import Source
-
-OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-"""Options of AdamW. They do not affect memory."""
-
-ADAMW = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay {OPTIONS['weight_decay']}"
-OPTIMIZER = f"{ADAMW}, no clipping"
-
-_ZERO = "torch.distributed.optim"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
-    """A model that one system has wrapped, ready to train on one batch."""
-
-    model: nn.Module
-    loss: Callable[[], Tensor]
-    """Function that runs the forward and returns the loss []."""
-
-    update: Callable[[], None]
-    """Function that updates the parameters and drops the gradients."""
-
-    backward: Callable[[Tensor], object] = torch.autograd.backward
-    units: Mapping[str, nn.Module] = field(default_factory=dict)
-    """Modules whose weights are gathered together, by name, without the root."""
-
-    def step(self, enter: Callable[[str], object] = lambda _: None) -> None:
-        """Take one training step. Call `enter` with the name of each phase when the phase begins."""
-        enter("forward")
-        loss = self.loss()
-        enter("backward")
-        self.backward(loss)
-        enter("step")
-        self.update()
-
-
-Wrap = Callable[[nn.Module, Sequence[nn.Module], ProcessGroup, Precision], nn.Module]
+from shardlite.lab.systems import OPTIONS, ZERO, Build, Trainer, flat, torch_adamw
 
 
 @dataclass(frozen=True, kw_only=True)
 class System:
     """A way to train a model."""
 
-    build: Callable[[Source, ProcessGroup], Trainer]
+    build: Build
     setting: Setting | None = None
     """The options of ShardLite, from which the memory of the system is predicted. `None` for other systems."""
+
+    dtype: torch.dtype | None = None
+    """The dtype of the inputs, if it is not their own."""
 
     package: str = "torch"
     """The package that the system imports."""
@@ -90,181 +50,103 @@ class System:
 
     def prepare(self) -> None:
         """Import the package, so that the import is not measured."""
-        _import(self.package)
+        systems.import_quietly(self.package)
 
-
-def units_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules whose weights ShardLite gathers together, by name: outer modules first, without the root."""
-    plans = partition_module(model, None)
-    return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
-
-
-def wrap_ddp(model: nn.Module, group: ProcessGroup) -> nn.Module:
-    """Wrap a model in PyTorch's `DistributedDataParallel`. Nothing is sharded."""
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-
-
-def wrap_fsdp1(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup, precision: Precision) -> nn.Module:
-    """Wrap a model in PyTorch's FSDP1, which has flat parameters. The arguments are those of `wrap_fsdp2`."""
-    chosen = set(units)
-    policy = None
-    if precision.compute is not None:
-        policy = MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
-        return FullyShardedDataParallel(
-            model,
-            process_group=group,
-            auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
-            device_id=_device_of(model),
-            mixed_precision=policy,
-            use_orig_params=True,
-        )
-
-
-def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup, precision: Precision) -> nn.Module:
-    """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
-
-    Args:
-        model: the model, on the device where it is trained.
-        units: modules whose weights are gathered together: inner modules first, without the root.
-        group: all ranks.
-        precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
-    """
-    mesh = DeviceMesh.from_group(group, _device_of(model).type)
-    reduce = None if precision.compute is None else precision.reduce
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
-    for unit in [*units, model]:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _import(package: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # PyTorch 2.13 compiles `optim` with `torch.jit`, which is deprecated
-        return importlib.import_module(package)
-
-
-def zero_optimizer(params: Iterable[nn.Parameter], group: ProcessGroup) -> Optimizer:
-    """Return PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
-    make = _import(_ZERO).ZeroRedundancyOptimizer
-    optimizer: Optimizer = make(params, torch.optim.AdamW, process_group=group, fused=True, **OPTIONS)
-    return optimizer
-
-
-def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Return PyTorch's fused AdamW with `OPTIONS`."""
-    return torch.optim.AdamW(params, fused=True, **OPTIONS)
+    def train(self, source: Source, group: ProcessGroup) -> Trainer:
+        """Return the system with the model of `source`, ready to train on its batch."""
+        trainer = self.build(source, group)
+        loss = source.loss(trainer.model, self.dtype)
+        return replace(trainer, forward=lambda *_: loss())
 
 
 def shardlite_system(setting: Setting) -> System:
     """Return ShardLite with the options of `setting` as a system."""
 
-    def wrap(module: nn.Module, _: object, group: ProcessGroup, precision: Precision) -> nn.Module:
-        options: dict[str, Any] = {"stage": setting.stage, "precision": precision, "prefetch": setting.prefetch}
-        return ShardLite(module, group=group, device="cpu", **options)
+    def build(source: Source, group: ProcessGroup) -> Trainer:
+        options = {"stage": setting.stage, "precision": setting.precision, "prefetch": setting.prefetch}
+        model = ShardLite(source.model(), group=group, device="cpu", **options)  # type: ignore[arg-type]
+        optimizer = AdamW(model.parameters(), state=setting.state, in_backward=setting.in_backward, **OPTIONS)
+        return Trainer(model, optimizer, flat)
 
-    def optimizer(params: Iterable[nn.Parameter], _: object) -> Optimizer:
-        return AdamW(params, state=setting.state, in_backward=setting.in_backward, **OPTIONS)
-
-    return wrapped_system(wrap, setting.precision, optimizer, setting=setting)
+    return System(build=build, setting=setting)
 
 
-def wrapped_system(
-    wrap: Wrap,
-    precision: Precision = Precision(),  # noqa: B008  # frozen
-    optimizer: Callable[[Iterable[nn.Parameter], ProcessGroup], Optimizer] = lambda params, _: torch_adamw(params),
-    **others: Any,
-) -> System:
-    """Return a system that wraps a model and trains it with an optimizer.
-
-    Args:
-        wrap: function that wraps a model. It takes the arguments of `wrap_fsdp2`.
-        precision: passed to `wrap`.
-        optimizer: function that returns the optimizer of the wrapped model's parameters.
-        **others: fields of the `System`.
-    """
+def fsdp2_system(precision: Precision) -> System:
+    """Return FSDP2 with the dtypes of `precision` as a system."""
 
     def build(source: Source, group: ProcessGroup) -> Trainer:
-        module = source.make()
-        units = units_of(module)
-        model = wrap(module, list(reversed(units.values())), group, precision)
-        made = optimizer(model.parameters(), group)
-
-        def update() -> None:
-            made.step()
-            made.zero_grad()
-
-        return Trainer(model=model, loss=source.loss(model, None), update=update, units=units)
-
-    return System(build=build, **others)
-
-
-def _activations(dtype: torch.dtype | None) -> System:
-    """Return a system that runs forward and backward of the plain model, and drops each gradient when it arrives."""
-
-    def drop(param: Tensor) -> None:
-        param.grad = None
-
-    def build(source: Source, _: ProcessGroup) -> Trainer:
-        model = source.make().to(dtype)
-        for param in model.parameters():
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-        return Trainer(model=model, loss=source.loss(model, dtype), update=lambda: None)
+        model = source.model()
+        model = systems.wrap_fsdp2(model, source.units(model), group, precision)
+        return Trainer(model, torch_adamw(model.parameters()), flat)
 
     return System(build=build)
 
 
-def _deepspeed(stage: int) -> System:
-    """Return DeepSpeed as a system. Its buckets are as large as the largest unit, because the default size is 2 GB."""
+class _Activations(Trainer):
+    """A plain model whose gradients are dropped when they arrive, so nothing is left to update."""
 
-    def build(source: Source, _: ProcessGroup) -> Trainer:  # unused: DeepSpeed takes the default group
-        import deepspeed
-
-        model = source.make()
-        units = list(units_of(model).values()) or [model]
-        numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
-        config = {
-            "train_micro_batch_size_per_gpu": 1,  # required, but unused by a step
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
-            "zero_allow_untested_optimizer": True,
-        }
-        optimizer = torch_adamw(model.parameters())
-        engine, *__ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
-        return Trainer(model=engine, loss=source.loss(engine, None), update=engine.step, backward=engine.backward)
-
-    return System(build=build, package="deepspeed")
+    def update(self) -> None:
+        """Do nothing."""
 
 
-def _shardlite(**choices: Any) -> System:
-    return shardlite_system(Setting(on_gpu=False, **choices))
+def _build_activations(source: Source, _: ProcessGroup, *, dtype: torch.dtype | None) -> Trainer:
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    model = source.model().to(dtype)
+    for param in model.parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    return _Activations(model, torch_adamw(model.parameters()), flat)
 
 
-_BF16 = Precision(compute=torch.bfloat16)
-_SPLIT = Precision(compute=torch.bfloat16, master="split24")
+class _DeepSpeed(Trainer):
+    """DeepSpeed, whose engine has its own backward and step."""
+
+    def differentiate(self, loss: Tensor) -> None:
+        """Run the backward of a loss."""
+        self.model.backward(loss)  # type: ignore[operator]
+
+    def update(self) -> None:
+        """Step the shards."""
+        self.model.step()  # type: ignore[operator]
+
+
+def _build_deepspeed(source: Source, _: ProcessGroup, *, stage: int) -> Trainer:  # DeepSpeed takes the default group
+    """Build DeepSpeed. Its buckets are as large as the largest unit, because the default size is 2 GB."""
+    import deepspeed
+
+    model = source.model()
+    units = source.units(model) or [model]
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused by a step
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch_adamw(model.parameters())
+    engine, *__ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return _DeepSpeed(engine, optimizer, flat)
+
+
+def _shardlite(**choices: object) -> System:
+    return shardlite_system(Setting(on_gpu=False, **choices))  # type: ignore[arg-type]
+
 
 SYSTEMS: dict[str, System] = {
-    "activations": _activations(None),
-    "activations, bf16": _activations(torch.bfloat16),
-    "plain": wrapped_system(lambda model, *_: model),
-    "ddp": wrapped_system(lambda model, _, group, __: wrap_ddp(model, group)),
-    "zero": wrapped_system(lambda model, _, group, __: wrap_ddp(model, group), optimizer=zero_optimizer, package=_ZERO),
-    "fsdp1": wrapped_system(wrap_fsdp1),
-    "fsdp2": wrapped_system(wrap_fsdp2),
-    **{f"deepspeed{stage}": _deepspeed(stage) for stage in (1, 2, 3)},
+    "activations": System(build=partial(_build_activations, dtype=None)),
+    "activations, bf16": System(build=partial(_build_activations, dtype=torch.bfloat16), dtype=torch.bfloat16),
+    "plain": System(build=systems.build_plain),
+    "ddp": System(build=systems.build_ddp),
+    "zero": System(build=systems.build_zero, package=ZERO),
+    "fsdp1": System(build=systems.build_fsdp1),
+    "fsdp2": System(build=systems.build_fsdp2),
+    **{
+        f"deepspeed{stage}": System(build=partial(_build_deepspeed, stage=stage), package="deepspeed")
+        for stage in (1, 2, 3)
+    },
     **{f"stage{stage}": _shardlite(stage=stage) for stage in range(4)},
-    "in_backward": _shardlite(in_backward=True),
+    **{name: _shardlite(**options) for name, options in systems.OPTIONS_OF_FORMATS.items()},
     "in_backward, prefetch 0": _shardlite(in_backward=True, prefetch=0),
-    "bf16": _shardlite(precision=_BF16),
-    "bf16, split24": _shardlite(precision=_SPLIT),
-    "bf16, int8": _shardlite(precision=_BF16, state="int8"),
-    "compact": _shardlite(precision=_SPLIT, state="int8", in_backward=True),
 }
 """All systems by name: PyTorch's, then DeepSpeed's, then ShardLite's."""

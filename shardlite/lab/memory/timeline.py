@@ -5,8 +5,8 @@ In: a `System`. Out: a `Timeline`. `telemetry.Meter` counts the bytes of tensors
 """
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite import ShardLite
 from shardlite.build import ACTIVATIONS, HELD
-from shardlite.lab.memory.measure import warm_up
-from shardlite.lab.memory.systems import System, Trainer
-from shardlite.lab.plan.source import Source
+from shardlite.lab.memory.measure import take_step, warm_up
+from shardlite.lab.memory.systems import System
+from shardlite.lab.plan.source import Source, units_of
 from shardlite.telemetry import Held, Meter
 
 PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")
@@ -83,16 +83,18 @@ def record(source: Source, system: System, group: dist.ProcessGroup) -> Timeline
     gc.collect()
     with Meter[None]() as meter:
         before, chunks = meter.live, sum(each.nbytes for each in chunk_memory())
-    trainer = system.build(source, group)
+    made = source.make()
+    units = units_of(made)
+    trainer = system.train(replace(source, make=lambda: made), group)
     warm_up(trainer)
     gc.collect()
-    recorder = _Recorder(trainer, before, chunks)
+    recorder = _Recorder(trainer.model, units.values(), before, chunks)
     if isinstance(trainer.model, ShardLite):
         trainer.model.ledger.reset_peak()
     with recorder.meter:
-        trainer.step(lambda name: recorder.enter(name, ROOT))
+        take_step(trainer, lambda name: recorder.enter(name, ROOT))
     return Timeline(
-        units=list(trainer.units),
+        units=list(units),
         phases=recorder.phases,
         totals=recorder.totals,
         purposes=recorder.purposes,
@@ -106,15 +108,15 @@ def record(source: Source, system: System, group: dist.ProcessGroup) -> Timeline
 class _Recorder:
     """Takes samples while its meter is on, and records the index of each phase's first sample."""
 
-    def __init__(self, trainer: Trainer, before: int, chunks: int) -> None:
+    def __init__(self, model: nn.Module, units: Iterable[nn.Module], before: int, chunks: int) -> None:
         self.phases: list[Phase] = []
         self.totals: list[int] = []
         self.purposes: list[dict[str, int]] = []
         self.meter: Meter[None] = Meter(on_operator=self._sample)
-        self._model = trainer.model
+        self._model = model
         self._before = before  # bytes that existed before the model was created
         self._chunks = chunks  # bytes of `before` in chunks of earlier models, which `memory()` counts, too
-        for number, module in enumerate(trainer.units.values()):
+        for number, module in enumerate(units):
             self._hook(number, module)
 
     def enter(self, name: str, unit: int | None) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from shardlite.build import partition_module
 from shardlite.cli import imported
 from shardlite.lab.plan.decoder import Decoder
 from shardlite.lab.plan.presets import PRESETS, SourceError, check_model
@@ -34,6 +35,25 @@ class Source:
     words: str
     """Description of the batch, for tables."""
 
+    device = torch.device("cpu")
+
+    def model(self) -> nn.Module:
+        """Create the model."""
+        return self.make()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the units that ShardLite finds in a model: inner modules first, without the root."""
+        return [*reversed(units_of(model).values())]
+
+    def parameters(self) -> int:
+        """Return the number of elements in all parameters."""
+        try:
+            with torch.device("meta"):
+                model = self.make()
+        except (NotImplementedError, RuntimeError):  # the constructor reads values of meta tensors, which have none
+            model = self.make()
+        return sum(param.numel() for param in model.parameters())
+
     def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
         """Return a function that calls `module` and returns the loss []. Floating-point inputs are cast to `dtype`.
 
@@ -48,6 +68,12 @@ class Source:
             return _loss_of(outputs, self.name)
 
         return call
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules whose weights ShardLite gathers together, by name: outer modules first, without the root."""
+    plans = partition_module(model, None)
+    return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
 
 
 def find_source(model: str, batch: int, context: int | None, inputs: str | None = None) -> Source:
