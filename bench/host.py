@@ -56,9 +56,8 @@ from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives
 from shardlite.config import Route
 from shardlite.lab.check import verify
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.memory.systems import OPTIMIZER
 from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.systems import SYSTEMS, TRANSPORTS, Trainer
+from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
 from shardlite.lab.table import Columns, Row, cells_of, markdown_table, write_rows
 from shardlite.lab.timer import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload

@@ -122,7 +122,7 @@ def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, 
 
 def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
     """Return the weights of a plain model that is trained on the batches of all ranks in one process."""
-    from shardlite.lab.memory.systems import torch_adamw
+    from shardlite.lab.systems import torch_adamw
 
     workload = _workload(device)
     model = workload.model()

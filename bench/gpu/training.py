@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.report import Report, milliseconds
-from shardlite.lab.memory.systems import torch_adamw
 from shardlite.lab.ranks import only_rank
-from shardlite.lab.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite
+from shardlite.lab.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite, torch_adamw
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
 from shardlite.lab.workloads import compiled as with_compiled_blocks
 
