@@ -39,10 +39,9 @@ from bench.optimizers.libraries import LIBRARIES, installed
 from bench.optimizers.peers import missing
 from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.wire import sent_in_update
-from shardlite.lab.cells import system_name
 from shardlite.lab.ranks import on_ranks, options_of_ranks
 from shardlite.lab.systems import Build
-from shardlite.lab.table import Columns, Row, number, titled, write_rows
+from shardlite.lab.table import Columns, Row, number, system_name, titled, write_rows
 from shardlite.lab.timer import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
 from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
 

@@ -11,8 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardlite.lab.cells import quantity, system_name, unit
-from shardlite.lab.table import RESULTS, Row, markdown_table, read_rows
+from shardlite.lab.table import RESULTS, Row, markdown_table, quantity, read_rows, system_name, unit
 
 Where = Mapping[str, str]
 

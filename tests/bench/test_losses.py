@@ -5,7 +5,7 @@ import re
 import pytest
 
 from bench.support.losses import LOSSES, by_setting, render
-from shardlite.lab.cells import heading, texts
+from shardlite.lab.table import heading, texts
 from tests.support.markdown import ROOT
 
 COMMON = {"bench": "step", "model": "gpt", "ranks": 2, "transport": "gloo", "machine": "m", "torch": "2", "file": "f"}
