@@ -26,7 +26,6 @@ from shardlite.build import (
     broadcast_init,
     broadcast_values,
     build_units,
-    check_memory_limit,
     flats_of,
     needs,
     part_of,
@@ -1160,10 +1159,12 @@ class ShardLite(nn.Module):
         """Plan the units, check that all ranks have the same plan, and connect the ranks."""
         self._groups = ranks_of(group)
         plan = agree_on_plan(self.module, options, self._groups, ShardLite)
-        self._dtypes = plan.dtypes
-        check_memory_limit(self.module, plan, options, self._groups.shards)
+        if options.memory_limit is not None:
+            from shardlite.plan import check_memory_limit  # late: few programs set a limit
+
+            check_memory_limit(self.module, plan, options, self._groups.shards)
         self._context = share(self._groups, plan.device, options.timeout, options.route)
-        self.ledger, self.trace = self._context.ledger, self._context.trace
+        self.ledger, self.trace, self._dtypes = self._context.ledger, self._context.trace, plan.dtypes
         return plan
 
     def _allocate(self, plan: Plan, options: Options) -> None:

@@ -5,8 +5,7 @@ first.
 """
 
 from shardlite.build import validate
-from shardlite.build.allocate import build_units, flats_of, part_of, placement_of
-from shardlite.build.budget import HELD, Budget, Recipe, UnitBudget, budget_of
+from shardlite.build.allocate import Placement, build_units, flats_of, part_of, placement_of
 from shardlite.build.init import (
     Init,
     Values,
@@ -19,5 +18,4 @@ from shardlite.build.init import (
 from shardlite.build.keep import Dtypes, dtypes_of
 from shardlite.build.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
 from shardlite.build.plan import Plan, agree_on_plan, plan_flats, plan_units
-from shardlite.build.timeline import ACTIVATIONS, MOST_RANKS, Event, Kind, StepTimeline, check_memory_limit, timeline_of
 from shardlite.build.validate import STAGES, Options

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardlite.config import Precision
 
 MOST_RANKS = 4096
-"""Maximum number of ranks of a plan: a copy of `shardlite.build.MOST_RANKS`, whose module imports PyTorch."""
+"""Maximum number of ranks of a plan: a copy of `shardlite.plan.MOST_RANKS`, whose module imports PyTorch."""
 
 _DESCRIBED = json.loads(Path(__file__).with_name("options.json").read_text())
 COMMANDS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["commands"]

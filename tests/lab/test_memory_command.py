@@ -12,7 +12,6 @@ from torch.distributed.run import get_args_parser
 
 from bench.footprint.run import source_of
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.build import ACTIVATIONS
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
 from shardlite.lab.memory import predict, table
@@ -26,6 +25,7 @@ from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.table import RESULTS
 from shardlite.lab.workloads import WORKLOADS
+from shardlite.plan import ACTIVATIONS
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process

@@ -17,6 +17,7 @@ FLOORS = [
     ["params"],
     ["weights", "grads", "optim"],
     ["build", "engine"],
+    ["plan"],
     ["whole", "model", "ema"],
     ["checkpoint"],
     ["integrations", "cli"],
@@ -65,11 +66,11 @@ def is_room(name: str) -> bool:
     return (HOUSE / name).is_dir()
 
 
-def test_there_are_at_most_nine_floors_and_every_file_is_on_one():
-    assert len(FLOORS) <= 9
+def test_there_are_at_most_ten_floors_and_every_file_is_on_one():
+    assert len(FLOORS) <= 10
     entries = {room_of(module) for module in MODULES} - ENTRANCES
     assert entries == set(HEIGHT)
-    assert len(entries) <= 17  # and __main__
+    assert len(entries) <= 18  # and __main__
 
 
 @pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
@@ -77,9 +78,7 @@ def test_imports_go_down(path):
     own = room_of(name_of(path))
     if own in ENTRANCES:
         return
-    allowed = (
-        ENTRANCES & {"__init__"} if own in ("lab", "cli", "integrations") else set()
-    )  # which use the library as any program does
+    allowed = {"__init__"} if own in ("lab", "cli", "integrations") else set()  # they use it as any program does
     for other in set(map(room_of, ours(path))) - allowed:
         beside = HEIGHT[other] == HEIGHT[own] and not is_room(other) and PLACE[other] < PLACE[own]
         assert other == own or HEIGHT[other] < HEIGHT[own] or beside, f"{own} imports {other}, which is not below it"

@@ -8,7 +8,7 @@ from inspect import getsource, signature
 import pytest
 
 import shardlite
-from shardlite import build
+from shardlite import plan
 from shardlite.cli import options
 from shardlite.lab.memory import command as memory_command
 from shardlite.lab.memory.systems import SYSTEMS
@@ -200,5 +200,5 @@ def test_a_wrong_option_is_found_without_pytorch(arguments, words):
 
 def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_library():
     """The modules that have the library's import PyTorch."""
-    assert options.MOST_RANKS == build.MOST_RANKS
+    assert options.MOST_RANKS == plan.MOST_RANKS
     assert tuple(SYSTEMS) == memory_command.SYSTEMS

@@ -23,10 +23,10 @@ from dataclasses import replace
 
 import torch
 
-from shardlite.build import Event, Kind, UnitBudget
 from shardlite.lab.memory.systems import System
 from shardlite.lab.plan.plan import Planner, Setting
 from shardlite.lab.plan.source import Source
+from shardlite.plan import Event, Kind, UnitBudget
 
 
 class Predictor:

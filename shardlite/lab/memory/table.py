@@ -4,13 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from shardlite.build import ACTIVATIONS
 from shardlite.lab.memory.measure import Row
 from shardlite.lab.memory.timeline import PURPOSES, Timeline
 from shardlite.lab.plan.plan import RankPlan, Setting
 from shardlite.lab.plan.report import words
 from shardlite.lab.plan.source import Source
 from shardlite.lab.table import aligned
+from shardlite.plan import ACTIVATIONS
 
 _MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardlite.build import ACTIVATIONS
 from shardlite.lab.plan.clusters import Cluster
 from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.simulate import Scaling, simulate
 from shardlite.lab.table import aligned
+from shardlite.plan import ACTIVATIONS
 from shardlite.whole import describe
 
 COLUMNS = {

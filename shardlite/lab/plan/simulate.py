@@ -4,7 +4,7 @@
     link          | gather u2 | gather u3 |  ...    one collective at a time, first started, first served
 
 Gathers and reductions overlap with the computation. The computation waits for a gather that has not ended, or for a
-free bucket. This waiting time is exposed communication. `build.timeline` gives the order of operations, and the cost
+free bucket. This waiting time is exposed communication. `shardlite.plan` gives the order of operations, and the cost
 model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers, and
 the slowdown of the computation by collectives.
 
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlite.build import UnitBudget
 from shardlite.lab.plan.clusters import Cluster
 from shardlite.lab.plan.plan import RankPlan
+from shardlite.plan import UnitBudget
 
 _NARROW = (torch.bfloat16, torch.float16)
 

@@ -22,13 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardlite.build.budget import HELD, Budget, Recipe, budget_of
-from shardlite.build.plan import Plan, plan_units
-from shardlite.build.validate import Options
+from shardlite.build import Options, Plan, plan_units
 from shardlite.config import MemoryLimit
 from shardlite.errors import LayoutError
 from shardlite.grads import must_land_first
 from shardlite.params import Buffer
+from shardlite.plan.budget import HELD, Budget, Recipe, budget_of
 from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
 
 ACTIVATIONS = "activations"
