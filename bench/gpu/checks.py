@@ -44,6 +44,8 @@ def environment(report: Report) -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": _driver(),
         }
+    if report.ranks > 1:
+        found["topology"] = _said_by("nvidia-smi", "topo", "-m")
     report(**found)
 
 
@@ -55,10 +57,16 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return (_said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").partition("\n")[
+        0
+    ] or None
+
+
+def _said_by(*command: str) -> str | None:
+    """Return what a command prints, or `None` if it fails."""
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 

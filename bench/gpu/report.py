@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from bench.gpu.run import marks
 from bench.support.measure import percentile, quantiles
 from shardlite.apps.memory.machine import machine
 
@@ -24,17 +25,22 @@ from shardlite.apps.memory.machine import machine
 class Report:
     """The report of a probe. Each row is written to the file immediately."""
 
-    def __init__(self, probe: str, file: Path, *, dry: bool) -> None:
-        self.dry = dry
+    def __init__(self, probe: str, file: Path, *, dry: bool, ranks: int = 1) -> None:
+        self.probe, self.ranks, self.dry = probe, ranks, dry
         self.device = torch.device("cpu" if dry else "cuda")
         self.failed = False
+        self.quiet = False
+        """Whether to write only errors. Of the ranks of a probe, only rank 0 writes results."""
+
         self.file = file
-        self._common = {"bench": "gpu", "probe": probe, "dry": dry}
+        self._common = {**marks(ranks, dry=dry), "probe": probe}
         self._machine = machine(self.device)
         self._machine["card"] = "none" if dry else torch.cuda.get_device_name()
 
     def __call__(self, **found: object) -> None:
         """Write a row."""
+        if self.quiet and "error" not in found:
+            return
         line = json.dumps({**self._common, **found, **self._machine})
         with self.file.open("a") as rows:
             rows.write(line + "\n")

@@ -29,6 +29,7 @@ RENDERERS = {
     "kernels": "bench.support.table:differences",
     "optimizers": "bench.optimizers.table:render",
     "gpu": "bench.gpu.table:render",
+    "gpu-ranks": "bench.gpu.several.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
     "optimizers-losses": "bench.optimizers.losses:render",

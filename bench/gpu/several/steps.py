@@ -1,0 +1,151 @@
+"""Steps of one system between the GPUs of a host. Each probe measures one system, in processes of its own.
+
+All systems compute in bf16 and reduce in fp32, and AdamW is fused. All clip to 1.0, except `in_backward`, which cannot.
+
+Legend: `W` ranks, `n` parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from bench.gpu.report import Report, free, milliseconds
+from bench.gpu.several.launch import slowest
+from bench.gpu.several.links import bus_gbps
+from bench.support.systems import Autocast, Build, Format, Trainer, build_fsdp2, flat
+from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from bench.support.workloads import compiled as with_compiled_blocks
+from shardlite import AdamW, NonFiniteWarning, Precision, Route, ShardLite
+from shardlite.apps.memory.systems import OPTIONS, torch_adamw, wrap_ddp
+
+_WARM_UP, _ROUNDS = 3, 8
+_CLIP = 1.0
+
+
+def _ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """Build DDP under autocast: its weights stay in fp32."""
+    model = wrap_ddp(workload.model(), group)
+    return Autocast(model, torch_adamw(model.parameters()), flat)
+
+
+def _fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """Build FSDP2 as it is tuned in torchtitan: the last block, which the backward needs first, stays gathered."""
+    trainer = build_fsdp2(workload, group, compute=torch.bfloat16)
+    last = workload.units(trainer.model)[-1]
+    assert isinstance(last, FSDPModule)
+    last.set_reshard_after_forward(False)
+    return trainer
+
+
+def _shardlite(workload: Workload, group: dist.ProcessGroup, *, in_backward: bool = False, **route: Any) -> Trainer:
+    """Build ShardLite at stage 3 over a route."""
+    precision = Precision(compute=torch.bfloat16)
+    model = ShardLite(workload.model(), group=group, precision=precision, route=Route(**route))
+    return Format(model, AdamW(model.parameters(), in_backward=in_backward, **OPTIONS), flat)
+
+
+_EXACT = partial(_shardlite, transport="collectives")
+SYSTEMS: Mapping[str, Build] = {
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
+    "fsdp2_again": _fsdp2,
+    "fsdp2_compiled": _fsdp2,
+    "exact": _EXACT,
+    "exact_compiled": _EXACT,
+    "captured": _EXACT,
+    "fast": partial(_EXACT, reduce="fast"),
+    "in_backward": partial(_EXACT, in_backward=True),
+    "registered": partial(_EXACT, registered=True),
+    "symmetric_memory": partial(_shardlite, transport="symmetric_memory"),
+}
+"""Systems by the names of their probes. `fsdp2_again` shows by how much the machine has changed since `fsdp2`."""
+
+_ONLY_ON_GPUS = ("registered", "symmetric_memory")
+
+MODELS = {
+    "llama-4k": llama_blocks("llama-4k", layers=8, context=4096),
+    "gpt2-xl": WORKLOADS["gpt2-xl"],
+}
+_ON_A_CPU = {
+    "llama-4k": llama_blocks("llama-4k", layers=2, context=8, width=64),
+    "gpt2-xl": transformers_gpt2("gpt2-xl", layers=2, width=64, vocabulary=256, context=8, batch=1),
+}
+"""Models with the names of the real ones, for a dry run."""
+
+
+def run(report: Report, group: dist.ProcessGroup) -> None:
+    """Report the steps of the probe's system with each model."""
+    for model in MODELS:
+        names = {"model": model, "system": report.probe}
+        if report.dry and report.probe in _ONLY_ON_GPUS:
+            report(**names, note="needs GPUs")
+            continue
+        workload = workload_of(model, report)
+        found = _measured(workload, report, group)
+        report(**names, words=workload.words, parameters=workload.parameters(), **found)
+        free()
+
+
+def workload_of(model: str, report: Report) -> Workload:
+    """Return a model on the device of this rank, with compiled blocks if the probe measures them."""
+    workload = (_ON_A_CPU if report.dry else MODELS)[model].on(report.device)
+    if not report.probe.endswith("_compiled"):
+        return workload
+    return with_compiled_blocks(workload, **({"backend": "eager"} if report.dry else {}))
+
+
+def prepared(system: str, workload: Workload, group: dist.ProcessGroup) -> tuple[Trainer, Callable[[], Tensor]]:
+    """Build a system, take its first steps, and return it with a function that takes a step."""
+    warnings.simplefilter("error", NonFiniteWarning)  # the time of a skipped step is meaningless
+    clip = None if system == "in_backward" else _CLIP
+    trainer = replace(SYSTEMS[system](workload, group), max_norm=clip)
+    step = partial(trainer.step, workload.batch(group.rank(), 0))
+    for _ in range(_WARM_UP):
+        step()
+    return trainer, step
+
+
+def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> dict[str, Any]:
+    """Return times, memory and bandwidth of a step, of the slowest and the largest rank."""
+    device, on_gpu = report.device, report.device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_gpu else 0
+    trainer, step = prepared(report.probe, workload, group)
+    note = {}
+    if report.probe == "captured":
+        step, note = _captured(step) if on_gpu else (step, {"note": "a plain step: a graph needs GPUs"})
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    dist.barrier(group)
+    found = milliseconds(step, device, 1 if report.dry else _ROUNDS)
+    if on_gpu:
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        found |= {"peak_bytes": torch.cuda.max_memory_allocated(device) - before, "used_bytes": all_bytes - free_bytes}
+    loss = float(step())
+    assert loss == loss, "the loss is not a number"
+    found = slowest(found, group)
+    # Every system moves at least this much: two gathers in bf16 and a reduction in fp32, or an all-reduce in fp32.
+    found["bus_gbps"] = round(bus_gbps(8 * workload.parameters(), found["ms_p50"], group.size()), 3)
+    del trainer
+    return {**found, **note}
+
+
+def _captured(step: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], dict[str, str]]:
+    """Return a function that replays a CUDA graph of a whole step, and returns the loss."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay, {}
