@@ -47,6 +47,9 @@ LIMIT = 8 * 60 + 30
 LIMIT_ON_SEVERAL = 10 * 60
 """Time limit in seconds for a run on several GPUs."""
 
+DRY = 4
+"""Factor of the time limits of a dry run with several ranks, which share the cores of the machine."""
+
 MOST_RANKS = 8
 
 FORMAT = 1
@@ -159,7 +162,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> lis
                         print("not all kernels were compiled in time; the probes compile the rest", flush=True)
                 start = monotonic()
                 left = began + (LIMIT if ranks == 1 else LIMIT_ON_SEVERAL) - TABLE - GRACE - start
-                limit = ranks * probe.seconds if dry else min(probe.seconds, left)  # dry ranks share the cores
+                limit = min(probe.seconds, left) if not dry else probe.seconds if ranks == 1 else DRY * probe.seconds
                 status = _run_probe(probe, limit, rows, output, options)
                 row: Row = {**marks(ranks, dry=dry), "probe": probe.name, "status": status}
                 row |= {"seconds": round(monotonic() - start, 1), "rows": _count(rows, probe.name)}

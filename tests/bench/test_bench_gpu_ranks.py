@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric
 
 from bench.gpu import run
 from bench.gpu.land import landed
@@ -18,8 +19,10 @@ from bench.gpu.report import Report
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
 from bench.gpu.several import launch, links, pause, steps, table
 from bench.gpu.several.links import bus_gbps
+from bench.support.simulated_cuda import Cuda, Event
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
+from shardlite import Route
 from shardlite.comm.transport.group_collectives import GroupCollectives
 
 TIMES = {"ms_p20", "ms_p50", "ms_p80", "host_ms_p50"}
@@ -72,6 +75,48 @@ def test_bandwidths_are_those_of_nccl_tests():
     """`busbw = algbw * (n - 1) / n`, and `algbw = S / t`: doc/PERFORMANCE.md of NVIDIA/nccl-tests."""
     assert bus_gbps(8 * 10**9, 1000, 8) == pytest.approx(7.0)
     assert bus_gbps(8 * 10**9, 20, 2) == pytest.approx(200.0)
+
+
+def test_products_run_beside_equally_many_collectives_on_each_rank(group):
+    """Otherwise the ranks would wait for each other. The slowest rank's time alone decides."""
+    gpu, streams = Cuda(), []
+    alone = mock.patch.object(links, "milliseconds", return_value={"ms_p50": 1.0 + group.rank()})
+    together = mock.patch.object(Event, "elapsed_time", return_value=3.0, create=True)
+    with gpu.in_place(), alone, together, mock.patch.object(links, "_WIDTH", 8):
+        assert links._slowed(lambda: streams.append(gpu.current()), 0.5, torch.device("cpu"), group) == 1.5
+    assert len(streams) == 9
+    assert gpu.compute not in streams
+
+
+def test_a_gather_by_copy_engines_is_set_up_as_pytorch_says(group):
+    """With gloo in place of NCCL, which is not in PyTorch for CPUs."""
+    nccl, options = mock.Mock(), mock.Mock()
+    nccl.Options.return_value = options
+    with (
+        mock.patch.object(torch.distributed, "ProcessGroupNCCL", nccl, create=True),
+        mock.patch.object(torch.distributed, "new_group", return_value=group) as new_group,
+        mock.patch.multiple(symmetric, empty=torch.empty, set_backend=mock.DEFAULT, rendezvous=mock.DEFAULT) as made,
+    ):
+        (gather,) = links._by_copy_engines(64 * group.size(), torch.device("cpu"), group)
+    gather.call()
+    assert gather.result()[:, 0].tolist() == gather.expected == list(range(group.size()))
+    assert options.config.cta_policy is nccl.NCCL_CTA_POLICY_ZERO
+    assert new_group.call_args.kwargs["pg_options"] is options
+    made["set_backend"].assert_called_once_with("NCCL")
+    assert made["rendezvous"].call_args.args[1] == group.group_name
+
+
+def test_a_captured_step_is_replayed():
+    graph, step = mock.Mock(), mock.Mock(return_value=torch.tensor(3.0))
+    with mock.patch.multiple(torch.cuda, CUDAGraph=lambda: graph, graph=nullcontext):
+        replay = steps._captured(step)
+    assert [float(replay()) for _ in range(2)] == [3.0, 3.0]
+    assert (step.call_count, graph.replay.call_count) == (1, 2)
+
+
+@pytest.mark.parametrize("system", steps._ONLY_ON_GPUS)
+def test_systems_that_need_gpus_have_a_valid_route(system):
+    assert Route(**steps.SYSTEMS[system].keywords)
 
 
 def test_only_the_last_rank_pauses(group, tmp_path):

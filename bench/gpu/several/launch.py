@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 REPORTED = 9
 """Exit status of a rank that has reported its error."""
 
-GRACE = 2.0
+GRACE = 5.0
 """Seconds in which the other ranks may report their errors after one has failed."""
 
 
@@ -41,6 +41,7 @@ def lead(name: str, rows: Path, dry: bool, ranks: int) -> int:
     command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), "--ranks", str(ranks)]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     world |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    world |= {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # of each rank
     processes = []
     for rank in range(ranks):
         environment = environment_for(ranks) | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

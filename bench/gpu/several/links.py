@@ -28,7 +28,7 @@ from bench.gpu.several.launch import slowest
 NBYTES = (16 << 20, 256 << 20, 832 << 20)
 """Bytes of the whole buffer. The last is that of a block of Llama 3 8B in fp32."""
 
-_ROUNDS, _PRODUCTS = 20, 40
+_ROUNDS, _PRODUCTS, _WIDTH = 20, 40, 4096
 
 
 class Collective(NamedTuple):
@@ -74,25 +74,27 @@ def _measured(collective: Collective, n: int, report: Report, group: dist.Proces
     found["bus_gbps"] = round(bus_gbps(4 * n, found["ms_p50"], group.size()), 3)
     if report.dry:
         return found
-    beside = {"products": _slowed(collective.call, found["ms_p50"], report.device)}
-    return found | slowest(beside | {"kernels": _kernels(collective.call, report.device)}, group)
+    beside = {"products": _slowed(collective.call, found["ms_p50"], report.device, group)}
+    if report.probe == "copy_engines":
+        beside["kernels"] = _kernels(collective.call, report.device)
+    return found | slowest(beside, group)
 
 
-def _slowed(call: Callable[[], object], ms: float, device: torch.device) -> float:
+def _slowed(call: Callable[[], object], ms: float, device: torch.device, group: dist.ProcessGroup) -> float:
     """Return the time of matrix products beside collectives of `ms` on another stream, divided by their time alone."""
-    factor = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+    factor = torch.randn(_WIDTH, _WIDTH, device=device, dtype=torch.bfloat16)
 
     def products() -> None:
         for _ in range(_PRODUCTS):
             factor @ factor
 
-    alone = milliseconds(products, device, 3)["ms_p50"]
+    alone = slowest({"ms": milliseconds(products, device, 3)["ms_p50"]}, group)["ms"]
     side = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()
     products()
     end.record()
-    with torch.cuda.stream(side):  # the collectives are enqueued while the products run
+    with torch.cuda.stream(side):  # all ranks enqueue equally many collectives while the products run
         for _ in range(int(2 * alone / ms) + 1):
             call()
     synchronize(device)
@@ -104,14 +106,15 @@ def _kernels(call: Callable[[], object], device: torch.device) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         synchronize(device)
-    return sum(str(each.device_type).endswith("CUDA") and "nccl" in each.name.lower() for each in profiled.events())
+    on_gpu = [each.name for each in profiled.events() if str(each.device_type).endswith("CUDA")]
+    return sum("nccl" in name and "Kernel" in name for name in on_gpu)
 
 
 def _of_library(n: int, device: torch.device, group: dist.ProcessGroup) -> Iterator[Collective]:
     """Yield the collectives of the library's transport, over a communicator of its own."""
     transport = _transport(group, "own", dry=device.type == "cpu")
     ranks, r = group.size(), group.rank()
-    full, other = torch.zeros(n, device=device), torch.zeros(n, device=device)
+    full, other = torch.full((n,), -1.0, device=device), torch.full((n,), -1.0, device=device)
     rows, others = full.view(ranks, -1), [(r + step) % ranks for step in range(1, ranks)]
     everyone = range(ranks)
     rows[r] = r
@@ -129,7 +132,7 @@ def _of_library(n: int, device: torch.device, group: dist.ProcessGroup) -> Itera
     rows.copy_((ranks * r + numbers).expand_as(rows))
     received = [ranks * peer + r for peer in everyone]
     yield Collective("all-to-all", partial(transport._all_to_all, other, full), lambda: other.view(ranks, -1), received)
-    staged = [other[: n // ranks]]
+    staged = [other[: n // ranks].fill_(-1)]
     yield Collective(
         "all-to-all, one peer at a time",
         partial(transport._exchange_in_bucket, rows.unbind(), staged),
@@ -150,9 +153,10 @@ def _by_copy_engines(n: int, device: torch.device, group: dist.ProcessGroup) -> 
     zero = dist.new_group(backend="nccl", pg_options=options)
     dist.all_reduce(torch.ones(1, device=device), group=zero)  # creates the communicator, which `rendezvous` needs
     symmetric.set_backend("NCCL")
-    full = symmetric.empty(n, dtype=torch.float32, device=device)
+    full = symmetric.empty(n, dtype=torch.float32, device=device).fill_(-1)
     symmetric.rendezvous(full, zero.group_name)
     rows = full.view(group.size(), -1)
     rows[group.rank()] = group.rank()
-    call = partial(dist.all_gather_into_tensor, full, rows[group.rank()], group=zero)
+    transport = _transport(zero, "group", dry=device.type == "cpu")
+    call = partial(transport.all_gather, full, _cut(full, transport))
     yield Collective("all-gather by copy engines", call, lambda: rows, [*range(group.size())])

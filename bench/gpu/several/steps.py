@@ -119,9 +119,8 @@ def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> d
     device, on_gpu = report.device, report.device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     trainer, step = prepared(report.probe, workload, group)
-    note = {}
-    if report.probe == "captured":
-        step, note = _captured(step) if on_gpu else (step, {"note": "a plain step: a graph needs GPUs"})
+    if report.probe == "captured" and on_gpu:
+        step = _captured(step)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     dist.barrier(group)
@@ -135,10 +134,10 @@ def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> d
     # Every system moves at least this much: two gathers in bf16 and a reduction in fp32, or an all-reduce in fp32.
     found["bus_gbps"] = round(bus_gbps(8 * workload.parameters(), found["ms_p50"], group.size()), 3)
     del trainer
-    return {**found, **note}
+    return found
 
 
-def _captured(step: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], dict[str, str]]:
+def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return a function that replays a CUDA graph of a whole step, and returns the loss."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -148,4 +147,4 @@ def _captured(step: Callable[[], Tensor]) -> tuple[Callable[[], Tensor], dict[st
         graph.replay()
         return loss
 
-    return replay, {}
+    return replay
