@@ -149,7 +149,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, monkeypatch, script, errors)
 
 def test_a_rank_reports_its_error_before_it_ends(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(launch, "one_of_them", lambda: nullcontext(mock.Mock()))
+    monkeypatch.setattr("bench.support.ranks.one_of_them", lambda: nullcontext(mock.Mock()))
     monkeypatch.setattr(steps, "run", mock.Mock(side_effect=ValueError("no room\nfor it")))
     with mock.patch.object(os, "_exit") as exit_:
         launch.be_rank(Probe("exact", "several.steps", 1, "several"), tmp_path / ROWS, True, 2)

@@ -1,7 +1,8 @@
 """Start a probe once per rank, and be one of these ranks.
 
 The ranks are child processes in the probe's process group, so all of them end together. `torchrun` would start each
-rank in a session of its own, which the runner could not end at the time limit.
+rank in a session of its own, which the runner could not end at the time limit. This file imports little at first, so
+that the ranks start soon.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,6 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu import ROOT
-from bench.gpu.report import Report
-from bench.support.measure import largest
-from bench.support.ranks import one_of_them
 from shardlite.apps.launch import environment_for
 
 if TYPE_CHECKING:
@@ -48,6 +46,8 @@ def lead(name: str, rows: Path, dry: bool, ranks: int) -> int:
         processes.append(subprocess.Popen([*command, *["--dry"][: int(dry)]], cwd=ROOT, env=environment))
     statuses = statuses_of(processes)
     if any(statuses) and REPORTED not in statuses:
+        from bench.gpu.report import Report
+
         Report(name, rows, dry=dry, ranks=ranks)(error=f"the ranks ended with {statuses}; see the log")
     return int(any(statuses))
 
@@ -67,6 +67,9 @@ def statuses_of(processes: Sequence[subprocess.Popen[bytes]], seconds: float = f
 
 def be_rank(probe: Probe, rows: Path, dry: bool, ranks: int) -> int:
     """Be a rank of a probe. On an error, report it and exit at once, because a cleanup could wait for other ranks."""
+    from bench.gpu.report import Report
+    from bench.support.ranks import one_of_them
+
     rank = int(os.environ["RANK"])
     if not dry:
         torch.cuda.set_device(rank)  # so that this process uses no memory of the first GPU
@@ -81,8 +84,3 @@ def be_rank(probe: Probe, rows: Path, dry: bool, ranks: int) -> int:
         sys.stdout.flush()
         os._exit(REPORTED)
     return 0
-
-
-def slowest(found: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
-    """Return each number of the rank with the largest one. Collective."""
-    return dict(zip(found, largest(list(found.values()), group), strict=True))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.gpu.report import Report, free, milliseconds
-from bench.gpu.several.launch import slowest
 from bench.gpu.several.steps import prepared, workload_of
+from bench.support.measure import slowest
 
 PAUSE = 0.05
 """Seconds."""

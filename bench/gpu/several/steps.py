@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from bench.gpu.report import Report, free, milliseconds
-from bench.gpu.several.launch import slowest
 from bench.gpu.several.links import bus_gbps
+from bench.support.measure import slowest
 from bench.support.systems import Autocast, Build, Format, Trainer, build_fsdp2, flat
 from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 from bench.support.workloads import compiled as with_compiled_blocks

@@ -26,8 +26,8 @@ _TABLES: dict[str, tuple[str, Columns]] = {
     "several.steps": (
         "**Steps.** Each system trains alone. Compute is in bf16, reductions are in fp32, AdamW is fused, and "
         "gradients are clipped to 1.0 except with `in_backward`. FSDP2 keeps its last block gathered. Times and bytes "
-        "are of the rank with the largest. *GB/s* is (W - 1) / W x 8 bytes per parameter (two gathers in bf16, a reduction in "
-        "fp32) / the step. *used* is all used memory of the GPU, including NCCL's.",
+        "are of the rank with the largest. *GB/s* is (W - 1) / W x 8 bytes per parameter (two gathers in bf16, a "
+        "reduction in fp32) / the step. *used* is all used memory of the GPU, including NCCL's.",
         {
             **_NAMED,
             "step, ms": _number("ms_p50"),
