@@ -51,6 +51,7 @@ DRY = 4
 """Factor of the time limits of a dry run with several ranks, which share the cores of the machine."""
 
 MOST_RANKS = 8
+"""Maximum number of GPUs: those of one machine."""
 
 FORMAT = 1
 """Version of the keys of the rows, in the row of the run. `--land` only knows this one."""
@@ -132,7 +133,7 @@ def marks(ranks: int, *, dry: bool) -> Row:
     return {"bench": "gpu", "dry": dry} if ranks == 1 else {"bench": "gpu-ranks", "ranks": ranks, "dry": dry}
 
 
-def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> list[Row]:
+def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1, command: str = "") -> list[Row]:
     """Run probes, and return a row with the status of each. If there is no GPU, stop after the first probe.
 
     Args:
@@ -140,6 +141,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> lis
         folder: output folder. Earlier files in it are replaced.
         dry: whether to run on the CPU.
         ranks: number of GPUs.
+        command: command of the run, for its row.
     """
     began = monotonic()
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +150,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> lis
     ended = []
     options = [*(["--ranks", str(ranks)] if ranks > 1 else []), *["--dry"][: int(dry)]]
     if ranks > 1:
-        _append(rows, {**marks(ranks, dry=dry), "probe": "run", **origin([*options, *_only(names, ranks)])})
+        _append(rows, {**marks(ranks, dry=dry), "probe": "run", **origin(command)})
     with log.open("w") as output:
         warm_up = _start(WARM_UP, rows, output, options)
         try:
@@ -162,7 +164,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> lis
                         print("not all kernels were compiled in time; the probes compile the rest", flush=True)
                 start = monotonic()
                 left = began + (LIMIT if ranks == 1 else LIMIT_ON_SEVERAL) - TABLE - GRACE - start
-                limit = min(probe.seconds, left) if not dry else probe.seconds if ranks == 1 else DRY * probe.seconds
+                limit = probe.seconds * (DRY if ranks > 1 else 1) if dry else min(probe.seconds, left)
                 status = _run_probe(probe, limit, rows, output, options)
                 row: Row = {**marks(ranks, dry=dry), "probe": probe.name, "status": status}
                 row |= {"seconds": round(monotonic() - start, 1), "rows": _count(rows, probe.name)}
@@ -177,8 +179,8 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1) -> lis
     return ended
 
 
-def origin(options: Sequence[str]) -> Row:
-    """Return the format of the rows, the command, and the commit of the checkout; `None` without git."""
+def origin(command: str) -> Row:
+    """Return the format of the rows, the command, and the commit of the checkout: `None` without git."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -188,15 +190,8 @@ def origin(options: Sequence[str]) -> Row:
         except (OSError, subprocess.SubprocessError):
             return None
 
-    command = " ".join(["python -m bench.gpu", *options])
     changed = git("status", "--porcelain", "--untracked-files=no")
     return {"format": FORMAT, "command": command, "commit": git("rev-parse", "HEAD"), "clean": changed == ""}
-
-
-def _only(names: Sequence[str], ranks: int) -> list[str]:
-    """Return the option that selects the probes, if some are left out."""
-    known = [probe.name for probe in probes_on(ranks)]
-    return [] if {*known} <= {*names} else ["--only", *(name for name in known if name in names)]
 
 
 def _start(name: str, rows: Path, output: IO[str], options: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -277,11 +272,8 @@ def be_probe(name: str, rows: Path, *, dry: bool, ranks: int = 1) -> int:
     if known[name].on == "several":
         from bench.gpu.several import launch
 
-        return (
-            launch.be_rank(known[name], rows, dry, ranks)
-            if "RANK" in os.environ
-            else launch.lead(name, rows, dry, ranks)
-        )
+        be = launch.be_rank if "RANK" in os.environ else launch.lead
+        return be(known[name], rows, dry, ranks)
     from bench.gpu.report import Report
 
     report = Report(name, rows, dry=dry, ranks=ranks)
@@ -318,9 +310,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="run the probes of several GPUs on N GPUs")
     parser.add_argument("--out", type=Path, default=Path("gpu"), help="folder for the files (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="run without a GPU, with small models")
-    parser.add_argument(
-        "--land", type=Path, metavar="PATH", help="only copy the rows of a folder or archive to the pages"
-    )
+    parser.add_argument("--land", type=Path, metavar="PATH", help="only copy a folder or an archive to the pages")
     parser.add_argument("--probe", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.probe:
@@ -332,42 +322,32 @@ def main(arguments: Sequence[str]) -> int:
             return land(options.land)
         except (ValueError, OSError) as wrong:
             parser.error(str(wrong))
-    chosen = [probe.name for probe in probes_on(options.ranks)]
-    if wrong := _wrong_ranks(options.ranks, dry=options.dry) or _wrong_probes(
-        options.only or (), chosen, options.ranks
-    ):
-        parser.error(wrong)
+    if refused := _wrong(options.ranks, options.only or (), dry=options.dry):
+        parser.error(refused)
     # On SIGTERM, `sys.exit` raises an exception, so that `finally` ends the running probe.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ended: list[Row] = []
     try:
-        ended = run(options.only or chosen, options.out.resolve(), dry=options.dry, ranks=options.ranks)
+        chosen = options.only or [probe.name for probe in probes_on(options.ranks)]
+        command = " ".join(["python -m bench.gpu", *arguments])
+        ended = run(chosen, options.out.resolve(), dry=options.dry, ranks=options.ranks, command=command)
     finally:
         print(f"\n{finish(options.out)}\nto send back: {options.out / ARCHIVE}", flush=True)
     return int(any(row["status"] != "ok" for row in ended))
 
 
-def _wrong_ranks(ranks: int, *, dry: bool) -> str:
-    """Return why this machine cannot run `ranks` ranks, or an empty string."""
+def _wrong(ranks: int, only: Sequence[str], *, dry: bool) -> str:
+    """Return why this machine cannot run these probes on so many GPUs, or an empty string."""
     if not 1 <= ranks <= MOST_RANKS:
         return f"--ranks {ranks}: pass the number of GPUs of this machine to use, from 2 to {MOST_RANKS}"
+    if others := {*only} - {probe.name for probe in probes_on(ranks)}:
+        instead = "pass --ranks N for a number of GPUs" if ranks == 1 else "leave --ranks out for those of one GPU"
+        return f"--only {' '.join(sorted(others))}: not a probe of a run with --ranks {ranks}; {instead}"
     if ranks == 1 or dry:
         return ""
     import torch
 
     gpus = torch.cuda.device_count()
-    instead = (
-        f"pass --ranks {gpus}"
-        if gpus > 1
-        else "leave --ranks out to measure one GPU"
-        if gpus
-        else "--dry runs on the CPU"
-    )
-    return f"--ranks {ranks} needs {ranks} GPUs, but PyTorch finds {gpus}: {instead}" if gpus < ranks else ""
-
-
-def _wrong_probes(only: Sequence[str], chosen: Sequence[str], ranks: int) -> str:
-    """Return which of the named probes do not belong to this run, or an empty string."""
-    others = ", ".join(name for name in only if name not in chosen)
-    instead = "pass --ranks N for a number of GPUs" if ranks == 1 else "leave --ranks out for the probes of one GPU"
-    return f"--only {others}: not a probe of a run with --ranks {ranks}; {instead}" if others else ""
+    few = {0: "--dry runs on the CPU", 1: "leave --ranks out to measure one GPU"}
+    instead = few.get(gpus, f"pass --ranks {gpus}")
+    return "" if ranks <= gpus else f"--ranks {ranks} needs {ranks} GPUs, but PyTorch finds {gpus}: {instead}"

@@ -18,16 +18,18 @@ from bench.gpu.land import landed
 from bench.gpu.report import Report
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
 from bench.gpu.several import launch, links, pause, steps, table
-from bench.gpu.several.links import bus_gbps
+from bench.gpu.several.links import busbw
 from bench.support.simulated_cuda import Cuda, Event
 from bench.support.table import read_rows
 from bench.support.workloads import perceptrons
 from shardlite import Route
+from shardlite.apps.report.page import page
+from shardlite.apps.report.rows import read_rows as read_files
 from shardlite.comm.transport.group_collectives import GroupCollectives
 
 TIMES = {"ms_p20", "ms_p50", "ms_p80", "host_ms_p50"}
-STEP = TIMES | {"model", "system", "words", "parameters", "bus_gbps"}
-LINK = TIMES | {"collective", "nbytes", "algorithm_gbps", "bus_gbps"}
+STEP = TIMES | {"model", "system", "words", "parameters", "busbw_gbps"}
+LINK = TIMES | {"collective", "nbytes", "algbw_gbps", "busbw_gbps"}
 PAUSE = {"model", "system", "ms_p50", "paused_ms_p50", "host_ms_p50", "paused_host_ms_p50", "pause_ms", "lost_ms"}
 COLLECTIVES = ["all-gather", "reduce-scatter", "all-to-all", "all-to-all, one peer at a time"]
 
@@ -60,7 +62,7 @@ def test_each_collective_is_checked_and_has_its_bandwidth(group, tmp_path):
     assert [row["collective"] for row in rows] == COLLECTIVES * (group.rank() == 0)
     for row in rows:
         assert row.keys() >= LINK
-        assert row["bus_gbps"] == pytest.approx(row["algorithm_gbps"] * (1 - 1 / group.size()), abs=2e-3)
+        assert row["busbw_gbps"] == pytest.approx(row["algbw_gbps"] * (1 - 1 / group.size()), abs=2e-3)
     only = rows_of("copy_engines", links, group, tmp_path)
     assert [row["note"] for row in only] == ["needs GPUs and NCCL 2.28"] * (group.rank() == 0)
 
@@ -73,8 +75,8 @@ def test_a_collective_with_wrong_values_is_told(group, tmp_path):
 
 def test_bandwidths_are_those_of_nccl_tests():
     """`busbw = algbw * (n - 1) / n`, and `algbw = S / t`: doc/PERFORMANCE.md of NVIDIA/nccl-tests."""
-    assert bus_gbps(8 * 10**9, 1000, 8) == pytest.approx(7.0)
-    assert bus_gbps(8 * 10**9, 20, 2) == pytest.approx(200.0)
+    assert busbw(8 * 10**9, 1000, 8) == pytest.approx(7.0)
+    assert busbw(8 * 10**9, 20, 2) == pytest.approx(200.0)
 
 
 def test_products_run_beside_equally_many_collectives_on_each_rank(group):
@@ -142,7 +144,7 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, monkeypatch, script, errors)
     program, popen = f"import os, sys, time; rank = int(os.environ['RANK']); {script}", launch.subprocess.Popen
     monkeypatch.setattr(launch, "GRACE", 0.1)
     monkeypatch.setattr(launch.subprocess, "Popen", lambda _, **given: popen([sys.executable, "-c", program], **given))
-    assert launch.lead("links", tmp_path / ROWS, True, 2) == 1
+    assert launch.lead(Probe("links", "several.links", 1, "several"), tmp_path / ROWS, True, 2) == 1
     rows = read_rows([tmp_path / ROWS]) if errors else []
     assert [row["error"] for row in rows] == errors
 
@@ -208,7 +210,7 @@ FOUND = {
     "ms_p20": 100.0,
     "ms_p80": 140.0,
     "host_ms_p50": 40.0,
-    "bus_gbps": 80.0,
+    "busbw_gbps": 80.0,
     "peak_bytes": 2**34,
 }
 RUN = [
@@ -246,6 +248,9 @@ def test_an_archive_lands_in_a_file_of_its_machine_and_day(tmp_path):
     )
     assert "| gpt2-xl | exact | 117.00 | 100.0 to 140.0 | 0.90 | 80 |" in text
     assert "`LayoutError: no multicast / here`" in text
+    report = page(read_files([file]))
+    assert "How do several GPUs perform?" in report
+    assert "No row is of a GPU." not in report
 
 
 def changed(probe, **values):

@@ -33,10 +33,10 @@ GRACE = 5.0
 """Seconds in which the other ranks may report their errors after one has failed."""
 
 
-def lead(name: str, rows: Path, dry: bool, ranks: int) -> int:
+def lead(probe: Probe, rows: Path, dry: bool, ranks: int) -> int:
     """Start the ranks of a probe, and return 1 if one of them failed. If a rank crashed, write a row with the error."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), "--ranks", str(ranks)]
+    command = [sys.executable, "-m", "bench.gpu", "--probe", probe.name, "--out", str(rows), "--ranks", str(ranks)]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     world |= {"LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     world |= {"TORCHINDUCTOR_COMPILE_THREADS": "4"}  # of each rank
@@ -48,7 +48,7 @@ def lead(name: str, rows: Path, dry: bool, ranks: int) -> int:
     if any(statuses) and REPORTED not in statuses:
         from bench.gpu.report import Report
 
-        Report(name, rows, dry=dry, ranks=ranks)(error=f"the ranks ended with {statuses}; see the log")
+        Report(probe.name, rows, dry=dry, ranks=ranks)(error=f"the ranks ended with {statuses}; see the log")
     return int(any(statuses))
 
 

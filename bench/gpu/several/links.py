@@ -43,7 +43,7 @@ class Collective(NamedTuple):
     """The value of each row."""
 
 
-def bus_gbps(nbytes: int, ms: float, ranks: int) -> float:
+def busbw(nbytes: int, ms: float, ranks: int) -> float:
     """Return the bus bandwidth in GB/s of a collective on a whole buffer of `nbytes`."""
     return nbytes / ms / 1e6 * (ranks - 1) / ranks
 
@@ -70,8 +70,8 @@ def _measured(collective: Collective, n: int, report: Report, group: dist.Proces
     dist.barrier(group)
     times = milliseconds(collective.call, report.device, 1 if report.dry else _ROUNDS)
     found = slowest(times, group)
-    found["algorithm_gbps"] = round(4 * n / found["ms_p50"] / 1e6, 3)
-    found["bus_gbps"] = round(bus_gbps(4 * n, found["ms_p50"], group.size()), 3)
+    found["algbw_gbps"] = round(4 * n / found["ms_p50"] / 1e6, 3)
+    found["busbw_gbps"] = round(busbw(4 * n, found["ms_p50"], group.size()), 3)
     if report.dry:
         return found
     beside = {"products": _slowed(collective.call, found["ms_p50"], report.device, group)}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from bench.gpu.report import Report, free, milliseconds
-from bench.gpu.several.links import bus_gbps
+from bench.gpu.several.links import busbw
 from bench.support.measure import slowest
 from bench.support.systems import Autocast, Build, Format, Trainer, build_fsdp2, flat
 from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
@@ -132,7 +132,7 @@ def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> d
     assert loss == loss, "the loss is not a number"
     found = slowest(found, group)
     # Every system moves at least this much: two gathers in bf16 and a reduction in fp32, or an all-reduce in fp32.
-    found["bus_gbps"] = round(bus_gbps(8 * workload.parameters(), found["ms_p50"], group.size()), 3)
+    found["busbw_gbps"] = round(busbw(8 * workload.parameters(), found["ms_p50"], group.size()), 3)
     del trainer
     return found
 
