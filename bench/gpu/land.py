@@ -8,7 +8,7 @@ import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.gpu.run import FORMAT, ROWS, WARM_UP, located, probes_on
+from bench.gpu.run import FORMAT, MOST_RANKS, ROWS, WARM_UP, located, probes_on
 from bench.support.table import RESULTS, Row, read_rows, replace_rows
 
 _ENDED = ("ok", "failed", "ended after")
@@ -46,7 +46,7 @@ def landed(path: Path, results: Path) -> Path:
         raise ValueError(f"{path} has no row that names a card: did any probe run?")
     if len({row["card"] for row in rows}) > 1:
         raise ValueError(f"{path} has rows of several cards: {', '.join(sorted({row['card'] for row in rows}))}")
-    card, date, probes = _slug(rows[0]["card"]), rows[0]["date"], {row["probe"] for row in rows}
+    card, date, probes = _slug(rows[0]["card"]), str(rows[0].get("date")), {row["probe"] for row in rows}
     if not re.fullmatch(r"\d{4}-\d\d-\d\d", date):
         raise ValueError(f"{path} has rows of the day {date!r}: expected YEAR-MONTH-DAY")
     if {row["bench"] for row in rows} == {"gpu"}:
@@ -80,11 +80,12 @@ def _rows_of(path: Path) -> list[Row]:
 def _checked(rows: Sequence[Row], path: Path) -> int:
     """Check the rows of a run on several GPUs, and return the number of GPUs."""
     origin = next((row for row in rows if row["probe"] == "run"), {})
-    if origin.get("format") != FORMAT or {row["bench"] for row in rows} != {"gpu-ranks"}:
+    benches, ranks, version = {row["bench"] for row in rows}, origin.get("ranks"), origin.get("format")
+    if benches != {"gpu-ranks"} or version != FORMAT or ranks not in range(2, MOST_RANKS + 1):
         raise ValueError(
-            f"{path} has rows of format {origin.get('format')}, not {FORMAT}: land it with the checkout that wrote it"
+            f"{path} has rows of {', '.join(map(str, benches))} in format {version} on {ranks} GPUs, not of gpu-ranks in "
+            f"format {FORMAT} on 2 to {MOST_RANKS}: land it with the checkout that wrote it"
         )
-    ranks = int(origin["ranks"])
     if not origin.get("commit"):
         raise ValueError(f"{path} names no commit: run in a clone of the repository, with git installed")
     if not origin.get("clean"):
@@ -94,7 +95,7 @@ def _checked(rows: Sequence[Row], path: Path) -> int:
         raise ValueError(
             f"{path} is incomplete: these probes did not run: {', '.join(missing)}. Run without --only, to the end"
         )
-    return ranks
+    return int(ranks)
 
 
 def _slug(card: str) -> str:
