@@ -83,8 +83,8 @@ def _checked(rows: Sequence[Row], path: Path) -> int:
     benches, ranks, version = {row["bench"] for row in rows}, origin.get("ranks"), origin.get("format")
     if benches != {"gpu-ranks"} or version != FORMAT or ranks not in range(2, MOST_RANKS + 1):
         raise ValueError(
-            f"{path} has rows of {', '.join(map(str, benches))} in format {version} on {ranks} GPUs, not of gpu-ranks in "
-            f"format {FORMAT} on 2 to {MOST_RANKS}: land it with the checkout that wrote it"
+            f"{path} has rows of {', '.join(map(str, benches))} in format {version} on {ranks} GPUs, not of gpu-ranks "
+            f"in format {FORMAT} on 2 to {MOST_RANKS}: land it with the checkout that wrote it"
         )
     if not origin.get("commit"):
         raise ValueError(f"{path} names no commit: run in a clone of the repository, with git installed")
