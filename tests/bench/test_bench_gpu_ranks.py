@@ -150,9 +150,15 @@ def test_a_rank_that_dies_ends_the_others(tmp_path, monkeypatch, script, errors)
 
 
 def test_a_rank_reports_its_error_before_it_ends(tmp_path, monkeypatch):
+    """Results are those of rank 0."""
+
+    def fail(report, group):
+        report(model="llama-4k")
+        raise ValueError("no room\nfor it")
+
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setattr("bench.support.ranks.one_of_them", lambda: nullcontext(mock.Mock()))
-    monkeypatch.setattr(steps, "run", mock.Mock(side_effect=ValueError("no room\nfor it")))
+    monkeypatch.setattr(steps, "run", fail)
     with mock.patch.object(os, "_exit") as exit_:
         launch.be_rank(Probe("exact", "several.steps", 1, "several"), tmp_path / ROWS, True, 2)
     exit_.assert_called_once_with(launch.REPORTED)
