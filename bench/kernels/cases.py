@@ -217,8 +217,10 @@ def statistics() -> Iterator[Case]:
         block = stats_block(torch.empty(0, device="meta"))
         uses = {"x": Use(dtype, "r"), "stats": Use(wide, "ww", block)}
         yield Case("stats", dtype, _stats_kernel, uses, size + 2 * DTYPES[wide].itemsize / block, block, flags)
-        uses = {"x": Use(dtype, "rw"), "factor": Use("fp32", "r", 0)}
+        uses, flags = {"x": Use(dtype, "rw"), "factor": Use("fp32", "r", 0)}, {**flags, "RUNS": 0, "ALIGNED": False}
         yield Case("scale", dtype, _scale_kernel, uses, 2 * size, _block(dtype), flags)
+        uses, flags = {**uses, "table": Use("i64", "r", 0)}, {**flags, "RUNS": 64, "ALIGNED": True}
+        yield Case("scale_all", dtype, _scale_kernel, uses, 2 * size, _block(dtype), flags)
 
 
 def casts() -> Iterator[Case]:

@@ -22,7 +22,7 @@ from math import inf
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import new_stats, scale, stats, stats_block, use_triton
+from shardlite_kernels import new_stats, scale_all, stats, stats_block, use_triton
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -221,8 +221,7 @@ class Clipper:
         else:
             grads = [shard.grad for shard in graded if shard.grad is not None]
             runs = [run for grad in grads if (run := _run_or_scaled(grad, factor)) is not None]
-        for run in runs:
-            scale(run, factor)
+        scale_all(runs, factor)
         torch.autograd.graph.increment_version(runs)  # kernels do not increment versions
 
     def gradients_written(self) -> None:

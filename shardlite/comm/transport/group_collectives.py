@@ -8,17 +8,22 @@
 The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
 ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective.
 
-**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, a row that arrives
-takes the place of a segment that was sent before it, and only the first rows are staged, `G = ceil((W-1)/8)` of them:
+**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, what arrives takes the
+place of what was sent before it, and only the first `D` elements are staged. In step `t` a rank sends segment `r+t`,
+and receives the row of rank `r-t`. With more than nine ranks a call makes several steps, and with fewer than six a step
+takes several calls, so there are at most 8 calls, one after the other on the current stream:
 
-    step t   send segment   receive row of rank   into              W=8, G=1: rank 0 then has these ranks' rows
-    1        r+1            r-1                   staging           segment   0 1 2 3 4 5 6 7   staging
-    t        r+t            r-t                   segment r+t-1     row of    0 6 5 4 3 2 1 -   7
+    W=8, D=S     call t   send segment r+t        receive row of r-t into segment r+t-1, at first into staging
+    W=3, D=S/3   call 1   send first third of r+1   receive first third of r-1's row into staging
+                 call 2   send second third         receive second third into the place of the first
 
-Each call makes `G` steps, so there are at most 8 calls, one after the other on the current stream. Then one kernel adds
-all rows in the order of the ring: it walks back from segment `r-1-G` to `r+1`, then adds the staged rows and segment
-`r`. Nothing is packed. Only if `G` rows exceed `SLICE_NBYTES`, the segments are cut into slices, which are reduced one
-after the other. Long reductions of unequal segments, or as a tree, are made in slices that are packed.
+    rank 0 then has      segment 0   1         2         staging
+    W=8, D=S             0           6         5  ..     7
+    W=3, D=S/3           0 0 0       2 2 1     1 1 -     2
+
+So the received rows follow each other in memory, from `D` elements before segment `r+1` on. One kernel adds all rows in
+the order of the ring. Nothing is packed. Long reductions of unequal segments, or as a tree, are made in slices that are
+packed.
 
 These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
 separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
@@ -165,6 +170,8 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -
     Return the range of elements of each slice. There are as few slices as possible, and all slices except the last
     have equal length.
     """
+    if 0 < rows * longest * itemsize <= nbytes:
+        return ((0, longest),)
     unit = max(grain, SHORTEST)
     most = max(nbytes // (rows * itemsize * unit), 1) * unit
     count = -(-longest // most)
@@ -181,34 +188,27 @@ SLICE_NBYTES = 192 << 20
 """Maximum bytes of the staged rows of a slice."""
 
 MOST_CALLS = 8
-"""Maximum number of calls that exchange a slice inside the bucket."""
+"""Maximum number of calls that exchange a reduction inside the bucket."""
 
 
-@lru_cache(maxsize=1024)
-def staged_rows(
-    longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES, *, in_bucket: bool = True
-) -> int:
-    """Return the number of rows that a reduction stages at a time, at most `nbytes` each slice.
+def in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_NBYTES) -> int:
+    """Return the number of elements that a call of an exchange inside the bucket sends and that are staged, `D`.
 
-    With two ranks, this is the other rank's row. Otherwise, all rows are staged if they fit in one slice. If they do
-    not, the first rows of an exchange inside the bucket are staged, or all rows together with the sent data.
+    Return 0 if all received rows of segments of `longest` elements fit in `nbytes`, so that they are staged at once.
+    The result is about an eighth of the bucket, or less if a step takes several calls.
     """
-    if world_size <= 2:
-        return 1
-    unit = max(grain, SHORTEST)
-    if world_size * -(-longest // unit) * unit * itemsize <= nbytes:
-        return world_size
-    return -(-(world_size - 1) // MOST_CALLS) if in_bucket else 2 * world_size
+    staged = world_size if world_size > 2 else 1
+    if world_size == 1 or staged * longest * itemsize <= nbytes:
+        return 0
+    steps = -(-(world_size - 1) // MOST_CALLS)
+    parts = max(1, min(-(-MOST_CALLS // world_size), MOST_CALLS // (world_size - 1)))
+    return steps * min(-(-longest // (parts * SHORTEST)) * SHORTEST, longest)
 
 
-def staging_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the number of elements of `rows` staged rows of the longest slice."""
-    return rows * max((stop - start for start, stop in slices_of(longest, rows, itemsize, grain, nbytes)), default=0)
-
-
-def rows_numel(longest: int, world_size: int, itemsize: int, grain: int) -> int:
+def rows_numel(longest: int, world_size: int, itemsize: int) -> int:
     """Return the number of elements of the staging buffer of a reduction of equal segments in the order of a ring."""
-    return staging_of(longest, staged_rows(longest, world_size, itemsize, grain), itemsize, grain)
+    staged = world_size if world_size > 2 else 1
+    return in_bucket(longest, world_size, itemsize) or staged * longest
 
 
 def _synchronous(options: Any) -> Any:
@@ -259,57 +259,63 @@ class GroupCollectives(WholeCollectives, GroupTransport):
                 full[low:high] = rows[rank * length :][: high - low]
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment."""
-        rows = self._staged_rows(cut, itemsize, grain)
-        return slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
+        """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
+        rows = 1 if self.world_size == 2 else self.world_size
+        slices = slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
+        if rows == 1 or len(slices) < 2:
+            return slices
+        return slices_of(cut.longest, 2 * rows, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
         if self.sums(cut):
             return cut.longest
-        return staging_of(cut.longest, self._staged_rows(cut, itemsize, grain), itemsize, grain, self.slice_nbytes)
+        if staged := self._in_bucket(cut, itemsize):
+            return staged
+        slices = self.slices(cut, itemsize, grain)
+        rows = 1 if self.world_size == 2 else self.world_size * (1 + (len(slices) > 1))
+        return rows * max((stop - start for start, stop in slices), default=0)
 
-    def _staged_rows(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of rows that a reduction stages at a time."""
-        in_ring = cut.even and self.first_row is not None
-        given = cut.longest, self.world_size, itemsize, grain, self.slice_nbytes
-        return staged_rows(*given, in_bucket=in_ring)
+    def _in_bucket(self, cut: Cut, itemsize: int) -> int:
+        """Return the number of elements that are staged in an exchange inside the bucket, or 0 if there is none."""
+        if not cut.even or self.first_row is None:
+            return 0
+        return in_bucket(cut.longest, self.world_size, itemsize, self.slice_nbytes)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
         """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
 
-        With two ranks, the method yields only the other rank's row, [1, .]. The rows of a long reduction are in `full`
-        and `staging`, and those of other reductions in `staging`.
+        With two ranks, the method may yield only the other rank's row, [1, .]. The rows of a long reduction are in
+        `full` and `staging`, and those of other reductions in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        count = self._staged_rows(cut, full.itemsize, cut.grain)
-        if count >= self.world_size - 1:
-            return super().rows(full, cut, staging)
-        return self._rows_in_bucket(full, self.slices(cut, full.itemsize, cut.grain), staging, count)
+        if not (count := self._in_bucket(cut, full.itemsize)):
+            yield from super().rows(full, cut, staging)
+            return
+        staged = staging[:count]
+        self._exchange_in_bucket(full, staged)
+        yield 0, Rows(full.view(self.world_size, -1), self.first_row, staged)
 
-    def _rows_in_bucket(
-        self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor, count: int
-    ) -> Iterator[tuple[int, Rows]]:
-        """Yield the rows of `slices` of equal segments, of which `count` rows are staged."""
-        for start, stop in slices:
-            bucket = full.view(self.world_size, -1)[:, start:stop]
-            staged = staging[: count * (stop - start)].view(count, -1)
-            self._exchange_in_bucket(bucket.unbind(), staged.unbind())
-            yield start, Rows(bucket, (self.rank - 1 - count) % self.world_size, staged)
+    def _exchange_in_bucket(self, full: Tensor, staged: Tensor) -> None:
+        """Send each rank its segment of `full` [n], and receive every rank's row where `add_rows` expects it.
 
-    def _exchange_in_bucket(self, bucket: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
-        """Send each rank its row of the `bucket`, and receive every rank's row where `add_rows` expects it.
-
-        A row is received in `staged`, or in the place of a row that the previous call has sent.
+        A call sends and receives at most as many elements as `staged` [D] has.
         """
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        places = [*staged, *(bucket[peer] for peer in others)][: len(others)]
-        for at in range(0, len(others), len(staged)):
-            now = slice(at, at + len(staged))
-            sent = {peer: bucket[peer] for peer in others[now]}
-            self._trade(sent, dict(zip(others[::-1][now], places[now], strict=True)))
+        ranks, most = self.world_size, len(staged)
+        length = full.numel() // ranks
+        pieces = [(step, low) for step in range(1, ranks) for low in range(0, length, most)]
+        together = max(most // length, 1)
+        for at in range(0, len(pieces), together):
+            sent, received = {}, {}
+            for step, low in pieces[at : at + together]:
+                numel = min(most, length - low)
+                target, source, begun = (self.rank + step) % ranks, (self.rank - step) % ranks, (step - 1) * length
+                sent[target] = full[target * length + low :][:numel]
+                place = (self.rank * length + length + begun + low - most) % full.numel()
+                received[source] = (staged[begun + low :] if begun + low < most else full[place:])[:numel]
+            self._trade(sent, received)
 
     def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
         """Send a tensor [.] to each of some ranks, and receive a tensor [.] from as many, in one call."""
