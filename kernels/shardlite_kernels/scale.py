@@ -48,14 +48,15 @@ def _scale_kernel(
         if RUNS > 0:
             begins = tl.load(table_ptr + tl.arange(0, RUNS))
             run = tl.sum((begins <= block).to(tl.int32)) - 1
-            block -= tl.load(table_ptr + run)
-            start = tl.load(table_ptr + RUNS + run)
-            n = tl.load(table_ptr + 2 * RUNS + run)
+            offsets = (block - tl.load(table_ptr + run)) * BLOCK + tl.arange(0, BLOCK)
+            start, length = tl.load(table_ptr + RUNS + run), tl.load(table_ptr + 2 * RUNS + run)
             if ALIGNED:
-                start, n = tl.multiple_of(start, 16), tl.multiple_of(n, 16)
-            x_ptr += start
-        offsets = block * BLOCK + tl.arange(0, BLOCK)
-        mask = offsets < n
+                start, length = tl.multiple_of(start, 16), tl.multiple_of(length, 16)
+            mask = offsets < length
+            offsets += start
+        else:
+            offsets = block * BLOCK + tl.arange(0, BLOCK)
+            mask = offsets < n
         if NATIVE:
             tl.store(x_ptr + offsets, tl.load(x_ptr + offsets, mask=mask) * factor, mask=mask)
         else:

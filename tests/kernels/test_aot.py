@@ -23,7 +23,15 @@ KINDS = [
     *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
     *(f"add_rows: 8 rows of bf16 to fp32, {order}" for order in ("a tree", "in a bucket")),
     "add_rows_adamw: fp32 weights, bf16 moments, in a bucket",
-    *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantize: bf16 to 8 bits"),
+    *(
+        "split",
+        "join",
+        "stats: bf16",
+        "scale: bf16",
+        "scale_all: bf16",
+        "cast: fp32 to bf16",
+        "quantize: bf16 to 8 bits",
+    ),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantize: 8 bits to fp32"),
     *("ring reduce-scatter: bf16 by fp32 to bf16", "ring reduce-adamw: split24 weights, int8 moments"),
 ]
