@@ -254,8 +254,7 @@ def add_rows_adamw(
     check_step("add_rows_adamw", state, table, row_of(rows, staged, start, state.param.numel()))
     check_divisor("add_rows_adamw", divisor)
     rows, unroll = arguments_of(rows, first)
-    places = {"staged": staged, "start": start, "first": first, "unroll": unroll}
-    _launch(state, table, bad, received=rows, divisor=divisor, **places)
+    _launch(state, table, bad, received=rows, staged=staged, start=start, divisor=divisor, first=first, unroll=unroll)
 
 
 def adamw_reference(

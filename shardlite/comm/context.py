@@ -24,7 +24,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
-from shardlite.comm.traffic import NO_UNIT, Traffic
+from shardlite.comm.traffic import NO_UNIT, Tally, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
@@ -101,6 +101,7 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
+    _tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
@@ -122,8 +123,12 @@ class Context:
             CommError: this process is a forked child, which cannot communicate.
         """
         self.owner.check()
+        if (tally := self._tallies.get((what, purpose))) is None:
+            tally = self._tallies[what, purpose] = self.traffic.tally(purpose, unit)
+        else:
+            tally.calls += 1
         self._numbers[what] += 1
-        tally, step = self.traffic.tally(purpose, unit), None if at_any_step else self.version.number
+        step = None if at_any_step else self.version.number
         return Operation(what, self._numbers[what], self.reports, during, tally, self.instance, step)
 
     @property

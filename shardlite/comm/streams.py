@@ -160,6 +160,12 @@ class HostWork:
         return True
 
 
+_LAUNCHED = HostWork()
+"""The work of all operations that the host has launched on a stream without an error."""
+
+with _LAUNCHED:
+    pass
+
 _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 
 
@@ -413,9 +419,13 @@ class CudaStreamQueue:
 
         if self._thread is not None:
             return _StreamWork(self._device, end, self._thread.submit(on_stream), self._free)
-        host = HostWork()
-        with host:  # stores an error in the work, as a thread does
+        host = _LAUNCHED
+        try:
             on_stream()
+        except BaseException:
+            host = HostWork()
+            with host:  # stores the error in the work, as a thread does
+                raise
         return _StreamWork(self._device, end, host, self._free)
 
     def event(self) -> Moment:
@@ -459,7 +469,8 @@ class _StreamWork:
 
         The host waits until the operation was launched. In a long wait, the host calls `meanwhile` once.
         """
-        self._host.wait(meanwhile)
+        if self._host is not _LAUNCHED:
+            self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def at(self, moment: Moment) -> "_StreamWork":

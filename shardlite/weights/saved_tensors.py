@@ -258,7 +258,7 @@ class Calls:
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Return whether `tensor` views a dropped buffer. A buffer is dropped if the program keeps a view of it."""
-        if not self.gatherer.has_dropped or tensor.untyped_storage().nbytes() not in self._sizes:
+        if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
@@ -280,12 +280,13 @@ class SavedTensorHooks:
     def pack(self, tensor: Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
         # Sparse tensors and many subclasses have no storage. Gathered weights always have one.
-        has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
+        has_storage = is_plain(type(tensor)) and tensor.layout is torch.strided
         # The key is the `storage_key`, without a call.
         if has_storage and (unit := self._unit_of(tensor.untyped_storage()._cdata)) is not None:
             # A view that is saved outside of any forward gets a new call.
             return Handle(self._current.get(unit) or Call(unit, self.calls), tensor)
-        if self._outer is not None and not (has_storage and self.calls.has_given_up(tensor)):
+        is_weight = self.calls.gatherer.has_dropped and has_storage and self.calls.has_given_up(tensor)
+        if self._outer is not None and not is_weight:
             return self._outer[0](tensor)
         return Kept((tensor.detach(), tensor._version))
 
