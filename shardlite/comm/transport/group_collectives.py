@@ -289,9 +289,10 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             for step, low in pieces[at : at + together]:
                 numel = min(most, length - low)
                 target, source, begun = (self.rank + step) % ranks, (self.rank - step) % ranks, (step - 1) * length
-                sent[target] = full[target * length + low :][:numel]
-                place = (self.rank * length + length + begun + low - most) % full.numel()
-                received[source] = (staged[begun + low :] if begun + low < most else full[place:])[:numel]
+                sent[target] = full.narrow(0, target * length + low, numel)
+                place = (self.rank * length + length + begun + low - most) % len(full)
+                memory, place = (staged, begun + low) if begun + low < most else (full, place)
+                received[source] = memory.narrow(0, place, numel)
             self._trade(sent, received)
 
     def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
