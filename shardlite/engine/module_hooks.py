@@ -231,7 +231,7 @@ class ModuleHooks:
         """Return whether `module` has nothing to do, if an outer forward has already unsharded its units."""
         return (
             self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
-            and self._is_recorded()
+            and (self._evaluating or torch.is_grad_enabled() or in_backward())  # as in `_is_recorded`, without a call
             and (self._calls is None or are_innermost(self._calls))
         )
 

@@ -281,7 +281,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         A call sends and receives at most as many elements as `staged` [D] has.
         """
         full, staged = as_bytes(full), as_bytes(staged)
-        ranks, most, length = self.world_size, len(staged), len(full) // self.world_size
+        ranks, most, total = self.world_size, staged.numel(), full.numel()
+        length = total // ranks
         pieces = [(step, low) for step in range(1, ranks) for low in range(0, length, most)]
         together = max(most // length, 1)
         for at in range(0, len(pieces), together):
@@ -290,7 +291,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
                 numel = min(most, length - low)
                 target, source, begun = (self.rank + step) % ranks, (self.rank - step) % ranks, (step - 1) * length
                 sent[target] = full.narrow(0, target * length + low, numel)
-                place = (self.rank * length + length + begun + low - most) % len(full)
+                place = (self.rank * length + length + begun + low - most) % total
                 memory, place = (staged, begun + low) if begun + low < most else (full, place)
                 received[source] = memory.narrow(0, place, numel)
             self._trade(sent, received)

@@ -110,11 +110,19 @@ def train_long(group, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("in_backward", "stage", "optimizer", "options"),
-    [(True, 3, {"state": "int8"}, {}), (True, 0, {}, {"precision": NARROW_WIRE}), (False, 3, {}, {"precision": SPLIT})],
+    ("size", "in_backward", "stage", "optimizer", "options"),
+    [
+        (3, True, 3, {"state": "int8"}, {}),
+        (3, True, 0, {}, {"precision": NARROW_WIRE}),
+        (3, False, 3, {}, {"precision": SPLIT}),
+        (2, True, 3, {}, {"precision": NARROW_WIRE}),
+        (2, False, 2, {}, {}),
+    ],
 )
-def test_every_format_has_the_bits_of_messages_if_reductions_are_long(cluster, stage, in_backward, optimizer, options):
-    cluster.check(train_long, 3, stage, "auto", in_backward, optimizer, options)
+def test_every_format_has_the_bits_of_messages_if_reductions_are_long(
+    cluster, size, stage, in_backward, optimizer, options
+):
+    cluster.check(train_long, size, stage, "auto", in_backward, optimizer, options)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
