@@ -210,10 +210,8 @@ class ModuleHooks:
             return
         if self._thread != get_ident():
             self._claim()
-        if self._frames and all(map(self._depth.get, units)) and self._is_recorded():
-            if self._has_entered(module):
-                return  # `_leave` will find no frame of this module, and do nothing
-            units = ()  # an outer forward leaves them later
+        if self._frames and all(map(self._depth.get, units)) and self._has_entered(module):
+            return  # `_leave` will find no frame of this module, and do nothing
         with outside_transforms():
             if not self._frames and not in_backward():
                 frame = self._begin(f"the forward of {self._names[module] or 'the model'}", module)
@@ -231,13 +229,9 @@ class ModuleHooks:
         """Return whether `module` has nothing to do, if an outer forward has already unsharded its units."""
         return (
             self._frames[-1].module is not module  # `_leave` recognizes a frame by its module
-            and (self._evaluating or torch.is_grad_enabled() or in_backward())  # as in `_is_recorded`, without a call
+            and (self._evaluating or torch.is_grad_enabled() or in_backward())
             and (self._calls is None or are_innermost(self._calls))
         )
-
-    def _is_recorded(self) -> bool:
-        """Return whether autograd records the running forward, if a backward of it may follow."""
-        return self._evaluating or torch.is_grad_enabled() or in_backward()
 
     def _leave(self, module: nn.Module, _: Any = None, outputs: Any = None) -> Any:
         """Reshard the units of a module. Return new outputs if the outputs contain parameters, otherwise `None`."""
@@ -321,7 +315,7 @@ class ModuleHooks:
             if self._calls is not None:
                 self._calls.current[unit] = Call(unit, self._calls)
             self._written[unit] = unit.writes()
-        elif not self._is_recorded():
+        elif not (self._evaluating or torch.is_grad_enabled() or in_backward()):
             self._backward.expect_gradients(unit, recorded=False)
         self._depth[unit] = depth + 1
 

@@ -331,17 +331,15 @@ def push_hooks(calls: Calls) -> bool:
     """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
-    _push(SavedTensorHooks(calls))
+    hooks = SavedTensorHooks(calls)
+    _push(hooks.pack, hooks.unpack)
     return True
 
 
-def _push(hooks: SavedTensorHooks) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+_push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 
-
-def pop_hooks() -> None:
-    """Undo a `push_hooks` that returned `True`."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Function that undoes a `push_hooks` that returned `True`."""
 
 
 @contextmanager
@@ -363,7 +361,7 @@ def set_hooks_aside() -> Iterator[None]:
         yield
     finally:
         while aside:
-            _push(aside.pop())
+            _push(aside[-1].pack, aside.pop().unpack)
 
 
 _transformed: WeakSet[Calls] = WeakSet()
