@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
+from os import getpid
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
-    _tallies: dict[tuple[str, str], Tally] = field(default_factory=dict)
+    _tallies: dict[tuple[int, str, str], Tally] = field(default_factory=dict)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
@@ -122,9 +123,10 @@ class Context:
         Raises:
             CommError: this process is a forked child, which cannot communicate.
         """
-        self.owner.check()
-        if (tally := self._tallies.get((what, purpose))) is None:
-            tally = self._tallies[what, purpose] = self.traffic.tally(purpose, unit)
+        key = getpid(), what, purpose  # a forked child finds none, and is refused
+        if (tally := self._tallies.get(key)) is None:
+            self.owner.check()
+            tally = self._tallies[key] = self.traffic.tally(purpose, unit)
         else:
             tally.calls += 1
         self._numbers[what] += 1
