@@ -99,7 +99,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         transport.all_to_all(target, source, [len(source) // transport.world_size] * transport.world_size)
 
     def split_exchange(source: Tensor, target: Tensor) -> None:
-        transport._trade({0: as_bytes(source)}, {0: as_bytes(target)})
+        GroupCollectives._trade(transport, {0: as_bytes(source)}, {0: as_bytes(target)})
 
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
         transport.reduce_scatter(source, target)
