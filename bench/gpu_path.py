@@ -39,6 +39,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import memset
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -86,6 +87,7 @@ _NAMED: Mapping[CodeType, str] = {
     backward._deliver.__code__: "gradient hooks",
 }
 _SIMULATION = str(Path(__file__).parent)
+_TABLE = torch.zeros(3, 64, dtype=torch.int64)
 _SHARDLITE = tuple(str(Path(each.__file__).parent) for each in (shardlite, shardlite_kernels))
 _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
 """Folders of the files of a system, if it is not ShardLite."""
@@ -237,6 +239,7 @@ def _on_a_gpu(counts: Counts, slice_nbytes: int) -> Iterator[dist.ProcessGroup]:
     patches = [
         (torch.cuda, "is_available", lambda: False),  # else models go to the GPU that there may be
         (parameters, "_own_data", own_data),
+        (import_module("shardlite_kernels.scale"), "_table", lambda *_: (_TABLE, 1)),  # else addresses change counts
         (context, "Traffic", mock.Mock(return_value=Traffic(torch.device("cuda")))),
         (context, "FailureReports", _reports_of_a_gpu),
         *((place, name, _zeroed(getattr(place, name))) for place, name in ((torch, "empty"), (Tensor, "new_empty"))),

@@ -22,7 +22,7 @@ from bench.gpu.report import Report, synchronize
 from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.transport.gloo import reconnect
-from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives, as_bytes
 from shardlite.comm.transport.nccl import communicator
 from shardlite.config import Route
 
@@ -104,10 +104,10 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         transport.all_gather(target, _cut(target, transport))
 
     def exchange(source: Tensor, target: Tensor) -> None:
-        transport._all_to_all(target, source)
+        transport.all_to_all(target, source, [len(source) // transport.world_size] * transport.world_size)
 
     def split_exchange(source: Tensor, target: Tensor) -> None:
-        transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
+        GroupCollectives._trade(transport, {0: as_bytes(source)}, {0: as_bytes(target)})
 
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
         transport.reduce_scatter(source, target)

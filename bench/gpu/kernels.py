@@ -33,7 +33,8 @@ from bench.support.fake_group import fake_group
 from bench.support.measure import percentile
 from bench.support.workloads import LLAMA_BLOCK_NUMEL
 from shardlite.comm import collectives
-from shardlite.comm.transport.group_collectives import NcclCollectives, TwoLevelCollectives, WholeCollectives
+from shardlite.comm.transport.group_collectives import NcclCollectives, WholeCollectives
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 
 RANKS = 4
 """Number of virtual ranks of the ring kernel, each on its own stream."""

@@ -70,7 +70,7 @@ class Event:
         """Be the moment in which a stream, by default the current one, is now."""
         self.gpu.calls["events recorded"] += 1
         stream = stream or self.gpu.current()
-        self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
+        self.clock, self.is_captured, self.asked = Counter(stream.clock), stream in self.gpu.captured, 0
 
     def wait(self, stream: Stream | None = None) -> None:
         """Put a stream, by default the current one, behind this event."""

@@ -200,7 +200,6 @@ class ReduceQueue:
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
-        self._operations: dict[tuple[Unit, int], Operation] = {}  # the latest reduction of each flat, by its index
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
@@ -232,20 +231,10 @@ class ReduceQueue:
             kept = earlier[i] if earlier else None
             users = [-self._context.world_size] * len(used) if died else used
             given.used += used
-            unit, operation = bucket.unit.name, self._operation(bucket.unit, i)
+            unit = bucket.unit.name
+            operation = self._context.operation(f"reduce-scatter of unit {unit!r}, flat {i}", "reduce", unit)
             given.inputs.append(FlatReduction(flat, full, unit, terms, operation, half, kept, mean, step, users))
         return given
-
-    def _operation(self, unit: Unit, i: int) -> Operation:
-        """Return the next operation that reduces flat `i`. The context counts and names only the first."""
-        last = self._operations.get((unit, i))
-        if last is None or last.tally is None:
-            new = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
-        else:
-            last.tally.calls += 1
-            new = last._replace(sequence=last.sequence + 1, step=self._context.version.number)
-        self._operations[unit, i] = new
-        return new
 
     def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""

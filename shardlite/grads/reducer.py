@@ -17,6 +17,7 @@ Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from shardlite_kernels import send
@@ -28,6 +29,8 @@ from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import GradientShards, ReduceQueue
 from shardlite.grads.scale import Scale
 from shardlite.params import Unit
+
+_accumulates = attrgetter("accumulates")
 
 
 class ReductionOrder:
@@ -132,7 +135,7 @@ class Reducer:
     @property
     def accumulates(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
-        return any(bucket.accumulates for bucket in self.buckets.values())
+        return any(map(_accumulates, self.buckets.values()))
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the memory of gradients that are not reduced yet and that later backwards need."""

@@ -14,7 +14,7 @@ Each parameter has an owner, a record of `engine/local_shards.py`. The owner is 
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import ref
 
@@ -195,9 +195,9 @@ def _is_ours(hook: Any) -> bool:
     return getattr(getattr(hook, "func", hook), "__module__", "").startswith("shardlite.")
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's class is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
-    kind = type(tensor)
+@lru_cache(maxsize=256)
+def is_plain(kind: type) -> bool:
+    """Return whether the class of a tensor is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 

@@ -258,7 +258,7 @@ class Calls:
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Return whether `tensor` views a dropped buffer. A buffer is dropped if the program keeps a view of it."""
-        if not self.gatherer.has_dropped or tensor.untyped_storage().nbytes() not in self._sizes:
+        if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
@@ -280,12 +280,13 @@ class SavedTensorHooks:
     def pack(self, tensor: Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
         # Sparse tensors and many subclasses have no storage. Gathered weights always have one.
-        has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
+        has_storage = is_plain(type(tensor)) and tensor.layout is torch.strided
         # The key is the `storage_key`, without a call.
         if has_storage and (unit := self._unit_of(tensor.untyped_storage()._cdata)) is not None:
             # A view that is saved outside of any forward gets a new call.
             return Handle(self._current.get(unit) or Call(unit, self.calls), tensor)
-        if self._outer is not None and not (has_storage and self.calls.has_given_up(tensor)):
+        is_weight = self.calls.gatherer.has_dropped and has_storage and self.calls.has_given_up(tensor)
+        if self._outer is not None and not is_weight:
             return self._outer[0](tensor)
         return Kept((tensor.detach(), tensor._version))
 
@@ -330,17 +331,15 @@ def push_hooks(calls: Calls) -> bool:
     """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
-    _push(SavedTensorHooks(calls))
+    hooks = SavedTensorHooks(calls)
+    _push(hooks.pack, hooks.unpack)
     return True
 
 
-def _push(hooks: SavedTensorHooks) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+_push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 
-
-def pop_hooks() -> None:
-    """Undo a `push_hooks` that returned `True`."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Function that undoes a `push_hooks` that returned `True`."""
 
 
 @contextmanager
@@ -362,7 +361,7 @@ def set_hooks_aside() -> Iterator[None]:
         yield
     finally:
         while aside:
-            _push(aside.pop())
+            _push(aside[-1].pack, aside.pop().unpack)
 
 
 _transformed: WeakSet[Calls] = WeakSet()

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from bench.support.simulated_cuda import Clock, Cuda, Event, Stream
-from shardlite.comm.transport.base import Completed, Message, Pending
+from shardlite.comm.transport.base import Message, Pending
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES, NcclCollectives
 from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.config import Route
@@ -306,14 +306,13 @@ class _Collectives(NcclCollectives):
         self._communicator = gpu.communicator()
         self._communicator.lend(self)
 
-    def _begin(self, what: str, call: Any, *tensors: Tensor) -> Pending:
+    def _run(self, what: str, call: Any, tensors: Sequence[Tensor], *_: Any) -> None:
         gpu, stream = self._gpu, self._gpu.current()
         gpu.launched["collectives"] += 1
         self._take_turn()
         gpu.begin(self._communicator.name)
         gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
         self._carry_out(what, *tensors)
-        return Completed()
 
     def _carry_out(self, what: str, *tensors: Tensor) -> None:
         written, *read = tensors

@@ -61,12 +61,11 @@ BUCKET = 160 << 10
     ("ranks", "room", "moved"),
     [
         (4, BUCKET // 10, {"all-to-all": 3 * BUCKET // 2, "add": BUCKET + BUCKET // 4}),
-        (4, BUCKET // 4, {"all-to-all": 3 * BUCKET // 2, "add": BUCKET + BUCKET // 4}),
         (4, BUCKET, {"all-to-all": 2 * BUCKET, "add": BUCKET + BUCKET // 4}),
         (2, BUCKET // 10, {"all-to-all": BUCKET, "add": BUCKET + BUCKET // 2}),
         (4, None, {"reduce-scatter": BUCKET + BUCKET // 4, "add": BUCKET // 2}),
     ],
-    ids=["in the bucket, three slices", "in the bucket", "at once", "five slices, two ranks", "fast"],
+    ids=["in the bucket", "at once", "in the bucket, two ranks", "fast"],
 )
 def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
     """As `docs/rings.md` counts it: `3 - 1/W` in the bucket, `3 + 1/W` at once, 2.5 of two ranks, `1 + 3/W` by NCCL."""
@@ -77,8 +76,8 @@ def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
         gpu.current().launch()
         gpu.access(out, "add", writes=True)
         read = [each for each in sources if isinstance(each, torch.Tensor)]
-        if len(read) == 2 and read[0].dim() == 2:  # rows in the bucket, of which one is in staging instead
-            read[0] = read[0][1:]
+        if len(read) == 2 and read[0].dim() == 2:  # the bucket, of which a part is in staging instead
+            read[0] = read[0].view(-1)[len(read[1]) :]
         for each in read:
             gpu.access(each, "add", writes=False)
 
