@@ -85,8 +85,7 @@ def _launch(work: Work, numel: int, device: torch.device) -> None:
 
 
 def _train_fake(build: Build, device: torch.device) -> None:
-    with one_of(RANKS, device) as (group, sleeps):
-        sleeps.awake = True
+    with one_of(RANKS, device) as (group, _):
         workload = perceptrons("warm", blocks=2, width=128, batch=4).on(device)
         for clip in (None, 1.0):
             trainer = replace(build(workload, group), max_norm=clip)
