@@ -65,12 +65,10 @@ PLANNED = {
 """Settings with which `shardlite plan` predicts the peak of these systems."""
 
 _ON_A_CPU: Mapping[str, Workload] = {
-    "gpt2-xl": transformers_gpt2("gpt2-xl", layers=1, width=1600, vocabulary=50257, context=8, batch=1),
-    "gpt2-xl-12": transformers_gpt2("gpt2-xl-12", layers=1, width=1600, vocabulary=50257, context=8, batch=1),
-    "llama-1k": llama_blocks("llama-1k", layers=1, context=8),
-    "llama-4k": llama_blocks("llama-4k", layers=1, context=16),
-}
-"""The workloads of the probes, with one layer each, for a dry run on a CPU."""
+    name: transformers_gpt2(name, layers=1, width=256, vocabulary=8192, context=8, batch=1)
+    for name in ("gpt2-xl", "gpt2-xl-12")
+} | {name: llama_blocks(name, layers=1, context=8, width=512) for name in ("llama-1k", "llama-4k")}
+"""The workloads of the probes, with one narrow layer each, for a dry run on a CPU."""
 
 GPU_BOUND = 0.1
 """A step is bound by the GPU if the GPU works on for this fraction of its time after the host has launched it."""
@@ -137,7 +135,7 @@ class _Bench:
     def _built(self, system: str) -> _System:
         before = _allocated(self.report.device)
         trainer, step = self._trainer(system)
-        for _ in range(1 if self.report.dry else _WARM_UP):
+        for _ in range(0 if self.report.dry else _WARM_UP):
             step()
         return _System(trainer, step, self._counted(step, before) | {"clip": trainer.max_norm})
 
@@ -177,15 +175,17 @@ class _Bench:
         return found | {"peak_bytes": peak}
 
     def time(self, ready: Mapping[str, _System], turns: int = _TURNS) -> dict[str, Times]:
-        """Time systems in turns, and check that their losses are numbers: otherwise steps may have been skipped."""
+        """Time systems in turns."""
         turns, rounds = (1, 1) if self.report.dry else (turns, _ROUNDS)
         steps = {name: partial(self._timed, system) for name, system in ready.items()}
-        times = in_turns(self.report, self.names, steps, turns, rounds)
+        return in_turns(self.report, self.names, steps, turns, rounds)
+
+    def check(self, ready: Mapping[str, _System]) -> None:
+        """Check that the losses are numbers: otherwise steps may have been skipped."""
         for name, system in ready.items():
             with self.report.guarded(**self.names, system=name):
                 loss = float(system.step())
                 assert loss == loss, "the loss is not a number"
-        return times
 
     def _timed(self, system: _System) -> None:
         spent = self.link.host_seconds
@@ -209,6 +209,7 @@ def _fake8(bench: _Bench) -> None:
     times = bench.time(ready)
     with bench.link.awake():
         awake = bench.time(ready, 1)
+    bench.check(ready)
     for name, row in rows_of(times, awake).items():
         if (system := ready.get(name)) is not None:  # not a repetition
             row |= system.found | {"fakes_ms": round(percentile(system.fakes, 50), 3)}
@@ -310,6 +311,7 @@ def host(report: Report) -> None:
         with link.awake():
             ready = bench.prepare(HOST_SYSTEMS)
             times = bench.time(ready)
+            bench.check(ready)
             for name, row in rows_of(times, {}).items():
                 with report.guarded(**bench.names, system=name):
                     if name in ready:

@@ -130,7 +130,7 @@ class FakeLink:
         if not use_triton(self._link):
             with torch.no_grad():
                 own = source.detach().view(-1).view(torch.uint8)[:nbytes]
-                target.detach().view(-1).view(torch.uint8)[: rows * nbytes].view(rows, -1).copy_(own)
+                target.detach().view(-1).view(torch.uint8)[: rows * nbytes].view(rows, -1).copy_(own.expand(rows, -1))
             return
         out, own = target.data_ptr(), source.data_ptr()
         width = next(width for width in (8, 4, 2, 1) if not (out | own | nbytes) % width)

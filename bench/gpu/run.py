@@ -1,8 +1,8 @@
 """Run the probes one after the other, each with a time limit: `python -m bench.gpu`.
 
-    python -m bench.gpu --out gpu                 runs all probes on a GPU, within 8.5 minutes
+    python -m bench.gpu --out gpu                 runs all probes on a GPU, within nine minutes
     python -m bench.gpu --only fake8 host         runs some of the probes
-    python -m bench.gpu --dry                     runs all probes on the CPU, with real models at one layer
+    python -m bench.gpu --dry                     runs all probes on the CPU, with models of one layer
     python -m bench.gpu --land gpu                copies the rows of a folder to `bench/results/` and the pages
 
 A probe that fails, hangs or crashes does not affect other probes. Each probe is a process group, which is killed at its
@@ -40,7 +40,7 @@ from bench.gpu import ROOT
 
 Row = dict[str, Any]
 
-LIMIT = 8 * 60 + 30
+LIMIT = 9 * 60
 """Time limit in seconds for the whole run."""
 
 GRACE = 2
@@ -72,7 +72,7 @@ PROBES = (
     Probe("calls", "calls", 30),
     Probe("bits", "kernels", 40),
     Probe("bandwidth", "kernels", 33),
-    Probe("fake8", "fake_ranks", 130),
+    Probe("fake8", "fake_ranks", 160),
     Probe("host", "fake_ranks", 45),
     Probe("twin", "training", 50),
     Probe("compiled", "training", 40),
