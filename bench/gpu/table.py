@@ -37,18 +37,22 @@ def _range(key: str) -> Callable[[Row], str]:
 _GIB = float(2**30)
 
 FAKE = (
-    "One GPU is rank 0 of 8. Kernels, streams and memory are real, but **each collective is a kernel that waits**, also "
-    "with FSDP2. Gathers and reductions share one link: each has it alone for (W - 1) / W x bytes / bandwidth and a "
-    "latency, at the NVLink rate that `shardlite plan` assumes for a DGX H100. This includes neither NCCL's use of "
+    "One GPU is rank 0 of 8. Kernels, streams and memory are real, but **each collective is a kernel that waits**, "
+    "also with FSDP2. Gathers and reductions share one link. Each has it alone for (W - 1) / W x bytes / bandwidth and "
+    "a latency, at the NVLink rate that `shardlite plan` assumes for a DGX H100. This includes neither NCCL's use of "
     "multiprocessors and memory nor waits for other ranks."
 )
 BEFORE = {
-    "fake8": "One GPU is rank 0 of 8, and **each collective is a sleep**. A fake exchange cost the host some 18 calls of "
-    "CUDA, and an exact reduction of a Llama block made 14 exchanges; now it makes 7. Gathers and reductions slept side "
-    "by side, each at the full rate. FSDP2 gathered its last block twice. Only ShardLite was captured, and with a mask "
-    "for attention, which made the step slower. Llama had 4 blocks.",
-    "host": "One GPU is rank 0 of 8, and **each collective does nothing**. The model stopped the host once per step, to "
-    "look for a mask.",
+    "fake8": (
+        "One GPU is rank 0 of 8, and **each collective is a sleep**. A fake exchange cost the host some 18 calls of "
+        "CUDA, and an exact reduction of a Llama block made 14 exchanges; now it makes 7. Gathers and reductions slept "
+        "side by side, each at the full rate. FSDP2 gathered its last block twice. Only ShardLite was captured, and "
+        "with a mask for attention, which PyTorch's fastest kernels exclude. Llama had 4 blocks."
+    ),
+    "host": (
+        "One GPU is rank 0 of 8, and **each collective does nothing**. The model stopped the host once per step, to "
+        "look for packed sequences."
+    ),
 }
 """How rows with a key `run` were measured, by an earlier version of the probe."""
 
@@ -272,8 +276,9 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     heading, words, columns = _PROBES[probe]
     runs = list(dict.fromkeys(row["run"] for row in rows if "run" in row))
+    dates = " and ".join(dict.fromkeys(row["date"] for row in rows))
     if runs:
-        old = f"Medians of {len(runs)} runs of an older version, at the commits {', '.join(runs)}; not measured since."
+        old = f"Medians of {len(runs)} runs of older versions, at {', '.join(runs)}; not measured since."
         words, rows = f"{old} {BEFORE[probe]} Systems ran one after the other, FSDP2 first.", medians_of_runs(rows)
     first = next(iter(columns))  # the first column is also named like its key
     shown = [row for row in rows if row.get(first) is not None or "error" in row]
@@ -282,7 +287,7 @@ def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     cells = [[*columns, *["failed"] * failed]]
     for row in shown:
         cells.append([*(cell(row) for cell in columns.values()), *[_escaped(row.get("error", ""))] * failed])
-    where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {rows[0]['date']}."
+    where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {dates}."
     dry = "**Dry: run without a GPU, so times are meaningless.**" if rows[0]["dry"] else ""
     head = " ".join(filter(None, (f"**{heading}.**", words, dry, where)))
     return f"{head}\n\n{markdown_table(cells, words=2)}"
