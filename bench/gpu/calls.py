@@ -183,12 +183,10 @@ def _of_kernels(report: Report) -> dict[str, float]:
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> dict[str, Call]:
     """Return calls of the collectives of one rank, as the library makes them."""
     out, x = torch.zeros(1024, device=device), torch.zeros(1024, device=device)
-    exchanged = group_collectives._EXCHANGE_ASYNC
     return {
         "collective all-gather": lambda: group._allgather_base(out, x, group_collectives._GATHER),
         "collective reduce-scatter": lambda: group._reduce_scatter_base(out, x, group_collectives._SUM_SCATTERED),
         "collective all-to-all": lambda: group.alltoall_base(out, x, [], [], group_collectives._EXCHANGE),
-        "collective all-to-all, asynchronous": lambda: group.alltoall_base(out, x, [], [], exchanged).wait(),
     }
 
 

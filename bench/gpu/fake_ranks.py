@@ -9,15 +9,13 @@ Legend: `W` ranks.
 from __future__ import annotations
 
 import gc
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
-from bench.gpu.report import Report, Times, free, in_turns, synchronize
+from bench.gpu.report import AGAIN, Report, Times, free, in_turns, synchronize
 from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
 from bench.support.measure import percentile
 from bench.support.systems import Build, Trainer, build_floor_in_bf16, build_format, build_fsdp2, build_shardlite
@@ -123,8 +121,6 @@ class _Bench:
             system, _, graph = name.partition(", ")
             with self.report.guarded(**self.names, system=name):
                 ready[name] = self._captured(system) if graph else self._built(system)
-        gc.collect()
-        gc.freeze()  # a collection during a step would visit the modules of all systems
         return ready
 
     def _trainer(self, system: str) -> tuple[Trainer, Step]:
@@ -178,14 +174,22 @@ class _Bench:
         """Time systems in turns."""
         turns, rounds = (1, 1) if self.report.dry else (turns, _ROUNDS)
         steps = {name: partial(self._timed, system) for name, system in ready.items()}
-        return in_turns(self.report, self.names, steps, turns, rounds)
+        gc.collect()
+        gc.freeze()  # a collection during a step would visit the modules of all systems
+        try:
+            return in_turns(self.report, self.names, steps, turns, rounds)
+        finally:
+            gc.unfreeze()
 
-    def check(self, ready: Mapping[str, _System]) -> None:
-        """Check that the losses are numbers: otherwise steps may have been skipped."""
+    def checked(self, ready: Mapping[str, _System], times: Mapping[str, Times]) -> dict[str, Times]:
+        """Return the times of the systems whose loss is a number: others may have skipped steps."""
+        right = set()
         for name, system in ready.items():
             with self.report.guarded(**self.names, system=name):
                 loss = float(system.step())
                 assert loss == loss, "the loss is not a number"
+                right |= {name, f"{name}, {AGAIN}"}
+        return {name: each for name, each in times.items() if name in right}
 
     def _timed(self, system: _System) -> None:
         spent = self.link.host_seconds
@@ -199,7 +203,6 @@ def fake8(report: Report) -> None:
         report(bandwidth_gbps=round(BANDWIDTH / 1e9), latency_us=round(1e6 * CLUSTER.base, 1), source=CLUSTER.source)
         for model in ("llama-1k", "llama-4k", "gpt2-xl"):
             _fake8(_Bench(_workload(model, report), group, link, report))
-            gc.unfreeze()
             free()
 
 
@@ -209,13 +212,12 @@ def _fake8(bench: _Bench) -> None:
     times = bench.time(ready)
     with bench.link.awake():
         awake = bench.time(ready, 1)
-    bench.check(ready)
-    for name, row in rows_of(times, awake).items():
+    for name, row in rows_of(bench.checked(ready, times), awake).items():
         if (system := ready.get(name)) is not None:  # not a repetition
             row |= system.found | {"fakes_ms": round(percentile(system.fakes, 50), 3)}
             row |= {"predicted_bytes": predicted.get(name)}
-            if "fsdp2" in ready:
-                row["peak_bytes_vs_fsdp2"] = _ratio(row, ready["fsdp2"].found, "peak_bytes")
+            if "fsdp2" in ready and row["peak_bytes"]:
+                row["peak_bytes_vs_fsdp2"] = round(row["peak_bytes"] / ready["fsdp2"].found["peak_bytes"], 3)
         bench.report(**bench.names, system=name, words=bench.workload.words, **row)
 
 
@@ -254,10 +256,6 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-def _ratio(found: Mapping[str, Any], reference: Mapping[str, Any], key: str) -> float | None:
-    return round(found[key] / reference[key], 3) if reference.get(key) and found.get(key) else None
-
-
 def _predicted(workload: Workload, report: Report) -> dict[str, int]:
     """Return the peak in bytes that `shardlite plan` predicts for some systems."""
     predicted: dict[str, int] = {}
@@ -269,69 +267,27 @@ def _predicted(workload: Workload, report: Report) -> dict[str, int]:
 
 # ---- the host -------------------------------------------------------------------------------------------------------
 
-_BLOCKING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Names that the profiler gives to CUDA calls that wait for the GPU. `cudaMemcpy` is a blocking copy."""
-
-
-class Waits:
-    """Counter and timer of the calls by which the library waits on the host: queries of events, and sleeps."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.seconds = 0.0
-
-    @contextmanager
-    def counted(self, event: Any = torch.cuda.Event) -> Iterator[None]:
-        """Within the block, count and time calls of the class `event`, and sleeps in `shardlite.comm.streams`."""
-        with ExitStack() as stack:
-            for owner, name in ((event, "query"), (event, "synchronize"), (streams, "sleep")):
-                timed = self._timed(name, getattr(owner, name))
-                stack.enter_context(mock.patch.object(owner, name, timed))
-            yield
-
-    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            begin = time.perf_counter()
-            try:
-                return function(*arguments)
-            finally:
-                self.counts[name] += 1
-                self.seconds += time.perf_counter() - begin
-
-        return call
-
+_BLOCKING_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaEventQuery", "cudaMemcpy")
+"""Names that the profiler gives to CUDA calls that wait for the GPU, or ask whether it is done. `cudaMemcpy` is a
+blocking copy."""
 
 HOST_SYSTEMS = ("fsdp2", "floor", "exact", "fast", "in_backward")
 
 
 def host(report: Report) -> None:
-    """Report the host's time per unit, the host's waits and the GPU's idle time, if communication takes no time."""
-    with one_of(RANKS, report.device) as (group, link):
+    """Report the host's time per unit, calls that wait, and the GPU's idle time, if communication takes no time."""
+    with one_of(RANKS, report.device) as (group, link), link.awake():
         bench = _Bench(_workload("gpt2-xl-12", report), group, link, report)
-        with link.awake():
-            ready = bench.prepare(HOST_SYSTEMS)
-            times = bench.time(ready)
-            bench.check(ready)
-            for name, row in rows_of(times, {}).items():
-                with report.guarded(**bench.names, system=name):
-                    if name in ready:
-                        row |= _host(ready[name].trainer, times[name], bench.workload, report)
-                    report(**bench.names, system=name, words=bench.workload.words, **row)
-
-
-def _host(trainer: Trainer, times: Times, workload: Workload, report: Report) -> dict[str, Any]:
-    """Return the host's time per unit, and what it waits for in further steps."""
-    units, waits, rounds = len(workload.units(trainer.model)), Waits(), 2
-    with waits.counted():
-        for _ in range(rounds):
-            trainer.step(workload.batch(0, 0))
-    synchronize(report.device)
-    found = {
-        "host_us_per_unit": round(1e3 * percentile(times.works, 50) / units, 1),
-        "waits": {name: count / rounds for name, count in waits.counts.items()},
-        "wait_ms": round(1e3 * waits.seconds / rounds, 3),
-    }
-    return found | _profiled(trainer, workload, units, report)
+        ready = bench.prepare(HOST_SYSTEMS)
+        times = bench.checked(ready, bench.time(ready))
+        for name, row in rows_of(times, {}).items():
+            with report.guarded(**bench.names, system=name):
+                if name in ready:
+                    trainer = ready[name].trainer
+                    units = len(bench.workload.units(trainer.model))
+                    row["host_us_per_unit"] = round(1e3 * percentile(times[name].works, 50) / units, 1)
+                    row |= _profiled(trainer, bench.workload, units, report)
+                report(**bench.names, system=name, words=bench.workload.words, **row)
 
 
 def _profiled(trainer: Trainer, workload: Workload, units: int, report: Report) -> dict[str, Any]:

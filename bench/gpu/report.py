@@ -124,15 +124,8 @@ def in_turns(
 ) -> dict[str, Times]:
     """Time several systems in rotation, and the first one again at the end, as "FIRST, again".
 
-    Each turn is one untimed step and `rounds` steps. A change of the host's speed affects neighbours alike, and the
-    last turn shows it. A system that fails is reported, and has no more turns.
-
-    Args:
-        report: the report.
-        names: keys of the row of a failure.
-        steps: function for each system that takes a step.
-        turns: turns of each system.
-        rounds: timed steps per turn.
+    A turn is an untimed step and `rounds` timed ones. A change of the host's speed affects neighbours alike, and the
+    last turn shows it. A system that fails has no more turns, but a row with the keys `names`.
     """
     going, found = dict(steps), dict[str, Times]()
     first = next(iter(steps), "")

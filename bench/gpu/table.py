@@ -153,8 +153,6 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "runs": _text("runs"),
             "host per unit, µs": _number("host_us_per_unit", 0),
             "launches per unit": _number("launches_per_unit", 1),
-            "waits per step": _pairs("waits"),
-            "in waits, ms": _number("wait_ms"),
             "blocking CUDA calls per step": _pairs("blocking_calls"),
             "idle, ms": _number("idle_ms"),
         },
@@ -239,8 +237,7 @@ def _steps_in_short(rows: Sequence[Row]) -> str:
 
 
 def _host_in_short(rows: Sequence[Row]) -> str:
-    work = _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
-    return f"µs per unit: {work}; ms in waits: {_named(rows, lambda row: row['system'], 'wait_ms', 2)}"
+    return "µs per unit: " + _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
 
 
 def _calls_in_short(rows: Sequence[Row]) -> str:

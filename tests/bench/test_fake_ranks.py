@@ -24,6 +24,8 @@ from bench.support.systems import build_fsdp2
 from bench.support.table import read_rows
 from bench.support.workloads import llama_blocks, perceptrons, transformers_gpt2
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES
+from tests.kernels.stub_driver import StubDriver
+from tests.kernels.test_direct_launch import Pointer
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -75,6 +77,17 @@ def test_a_fake_collective_is_one_launch(monkeypatch, offset, width):
     assert arguments[2:5] == (target.data_ptr(), source.data_ptr(), 64 // width)
     assert (options["ROWS"], options["ELEMENT"].primitive_bitwidth) == (4, 8 * width)
     assert fake.host_seconds > 0
+
+
+def test_a_launch_skips_what_triton_does_before_one(monkeypatch):
+    gpus = StubDriver(monkeypatch, [link._collective_kernel])
+    fake, target, source = FakeLink(4, CPU), torch.zeros(64), torch.zeros(16)
+    fake._link = Pointer(torch.int64, 1 << 30)
+    for _ in range(3):
+        fake("_allgather_base", target, source)
+    assert (gpus.by_triton, len(gpus.launched)) == (1, 3)
+    assert gpus.launched[2] == gpus.launched[0]
+    assert gpus.launched[0].grid == (32, 1, 1)
 
 
 def test_the_kernel_compiles_and_reads_the_clock_until_it_is_time():
