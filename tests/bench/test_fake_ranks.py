@@ -24,8 +24,7 @@ from bench.support.systems import build_fsdp2
 from bench.support.table import read_rows
 from bench.support.workloads import llama_blocks, perceptrons, transformers_gpt2
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES
-from tests.kernels.stub_driver import StubDriver
-from tests.kernels.test_direct_launch import Pointer
+from tests.kernels.stub_driver import Pointer, StubDriver
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
