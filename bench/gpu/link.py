@@ -74,12 +74,14 @@ def _collective_kernel(
         tl.atomic_max(link, _now())
         until = tl.atomic_add(link, spent) + spent
     source, target = own.to(tl.pointer_type(ELEMENT)), out.to(tl.pointer_type(ELEMENT))
-    for start in range(program * _TILE, numel, n * _TILE):
+    start = program * _TILE
+    while start < numel:
         places = start + tl.arange(0, _TILE)
         mask = places < numel
         part = tl.load(source + places, mask=mask)
         for row in range(ROWS):
             tl.store(target + row * numel.to(tl.int64) + places, part, mask=mask)
+        start += n * _TILE
     now = until * 0
     while now < until:
         now = _now()
