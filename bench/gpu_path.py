@@ -61,9 +61,9 @@ from bench.gpu.fake_ranks import RANKS, SYSTEMS
 from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
 from bench.support.measure import quantiles
 from bench.support.simulated_cuda import Cuda
-from bench.support.systems import Build, Trainer, build_floor
+from bench.support.systems import Build
 from bench.support.table import Columns, Row, markdown_table, titled, where
-from bench.support.workloads import LLAMA_BLOCK_NUMEL, Batch, Workload, llama_blocks, transformers_gpt2
+from bench.support.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.apps.memory.machine import machine
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
@@ -110,13 +110,7 @@ def _gpt2(layers: int) -> Workload:
 
 def _llama(layers: int) -> Workload:
     """Return blocks that have 14 slices of reductions, as the real ones: with a smaller width they would have fewer."""
-    workload = llama_blocks("llama", layers=layers, context=8, width=128)
-
-    def draw(rank: int, step: int) -> Batch:
-        x, y = workload.draw(rank, step)
-        return x.bfloat16(), y.bfloat16()
-
-    return replace(workload, draw=draw)
+    return llama_blocks("llama", layers=layers, context=8, width=128)
 
 
 BLOCKS: Mapping[str, Callable[[int], Workload]] = {"gpt2": _gpt2, "llama": _llama}
@@ -126,13 +120,7 @@ SLICES = {"gpt2": SLICE_NBYTES, "llama": SLICE_NBYTES * 213_248 // LLAMA_BLOCK_N
 """Maximum bytes of a slice, in proportion to the block."""
 
 
-def _build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model in bf16."""
-    return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
-
-
-_SHARDED = ("fsdp2", "exact", "fast", "in_backward")
-BUILDS: Mapping[str, Build] = {"floor": _build_floor, **{name: SYSTEMS[name] for name in _SHARDED}}
+BUILDS: Mapping[str, Build] = {name: SYSTEMS[name] for name in ("floor", "fsdp2", "exact", "fast", "in_backward")}
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `launch`."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -217,10 +217,21 @@ def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dt
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
-def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32."""
+def build_floor_in_bf16(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """Build the floor of a model in bf16, which casts nothing."""
+    return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
+
+
+def build_fsdp2(
+    workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None, tuned: bool = False
+) -> Trainer:
+    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32.
+
+    If `tuned`, the last block stays gathered until its backward, which comes next, as torchtitan does.
+    """
     model = workload.model()
-    model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
+    units = workload.units(model)
+    model = wrap_fsdp2(model, units, group, Precision(compute=compute), kept=units[-1:] if tuned else ())
     return Trainer(model, torch_adamw(model.parameters()), whole_of_dtensor)
 
 
@@ -306,7 +317,7 @@ FORMATS: dict[str, Build] = {
 """Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
 MIXED: dict[str, Build] = {
-    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
+    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16, tuned=True),
     "plain": build_autocast,
     "standard": partial(build_format, precision=_BF16),
     "in_backward": partial(build_format, precision=_BF16, in_backward=True),

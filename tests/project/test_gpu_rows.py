@@ -98,7 +98,7 @@ def test_the_report_shows_them(tmp_path, results):
     file = landed(folder_with(tmp_path, FOUND), results)
     after = page(read_files([results / "host-fake.jsonl", file]))
     assert "No row is of a GPU." not in after
-    assert "each collective is replaced by a sleep" in after
+    assert "each collective is a kernel that waits" in after
     assert "NVIDIA Made-up 9000" in after
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from bench.gpu.report import Report, free, milliseconds
 from bench.gpu.several.links import busbw
@@ -37,15 +36,6 @@ def _ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     return Autocast(model, torch_adamw(model.parameters()), flat)
 
 
-def _fsdp2(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build FSDP2 as it is tuned in torchtitan: the last block, which the backward needs first, stays gathered."""
-    trainer = build_fsdp2(workload, group, compute=torch.bfloat16)
-    last = workload.units(trainer.model)[-1]
-    assert isinstance(last, FSDPModule)
-    last.set_reshard_after_forward(False)
-    return trainer
-
-
 def _shardlite(workload: Workload, group: dist.ProcessGroup, *, in_backward: bool = False, **route: Any) -> Trainer:
     """Build ShardLite at stage 3 over a route."""
     precision = Precision(compute=torch.bfloat16)
@@ -53,12 +43,13 @@ def _shardlite(workload: Workload, group: dist.ProcessGroup, *, in_backward: boo
     return Format(model, AdamW(model.parameters(), in_backward=in_backward, **OPTIONS), flat)
 
 
+_FSDP2 = partial(build_fsdp2, compute=torch.bfloat16, tuned=True)
 _EXACT = partial(_shardlite, transport="collectives")
 SYSTEMS: Mapping[str, Build] = {
     "ddp": _ddp,
-    "fsdp2": _fsdp2,
-    "fsdp2_again": _fsdp2,
-    "fsdp2_compiled": _fsdp2,
+    "fsdp2": _FSDP2,
+    "fsdp2_again": _FSDP2,
+    "fsdp2_compiled": _FSDP2,
     "exact": _EXACT,
     "exact_compiled": _EXACT,
     "captured": _EXACT,
@@ -72,7 +63,7 @@ SYSTEMS: Mapping[str, Build] = {
 _ONLY_ON_GPUS = ("registered", "symmetric_memory")
 
 MODELS = {
-    "llama-4k": llama_blocks("llama-4k", layers=8, context=4096),
+    "llama-4k": WORKLOADS["llama-4k"],
     "gpt2-xl": WORKLOADS["gpt2-xl"],
 }
 _ON_A_CPU = {

@@ -122,7 +122,13 @@ def wrap_fsdp1(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup
         )
 
 
-def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup, precision: Precision) -> nn.Module:
+def wrap_fsdp2(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    group: ProcessGroup,
+    precision: Precision,
+    kept: Sequence[nn.Module] = (),
+) -> nn.Module:
     """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
 
     Args:
@@ -130,12 +136,14 @@ def wrap_fsdp2(model: nn.Module, units: Sequence[nn.Module], group: ProcessGroup
         units: modules whose weights are gathered together: inner modules first, without the root.
         group: all ranks.
         precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
+        kept: units that stay gathered from their forward to their backward, as the root does.
     """
     mesh = DeviceMesh.from_group(group, _device_of(model).type)
     reduce = None if precision.compute is None else precision.reduce
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
     for unit in [*units, model]:
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        reshard = False if unit in kept else None  # `None` is the default
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     return model
 
 
