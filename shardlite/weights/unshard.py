@@ -165,6 +165,12 @@ class Gatherer:
                     self.passes.wait(unit)
                     self._make_idle(unit)
 
+    def abandon_capture(self) -> None:
+        """Forget what a capture that has failed would have gathered."""
+        self.passes.abandon_capture()
+        for unit in self._units:
+            unit.abandon_capture()
+
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         """Start the gathers of `upcoming` units that all ranks gather next, as long as buffers are available."""
         for index in upcoming:
