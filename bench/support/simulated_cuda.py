@@ -125,6 +125,7 @@ class Cuda:
         """For each operation of the latest capture, those that it depends on directly."""
 
         self._refused = ""
+        self._origin: Stream | None = None
 
         self.is_elsewhere = False
         """Whether what runs now runs on another thread than the program's."""
@@ -193,13 +194,13 @@ class Cuda:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture a CUDA graph as PyTorch does, on a stream of its own.
+        """Capture a CUDA graph as PyTorch does, on a stream for captures.
 
         Raises:
             RuntimeError: something that CUDA refuses in a capture. As in PyTorch, all that follows is refused, too, and
                 the stream of the capture stays the current one.
         """
-        origin = self.stream("captured")
+        origin = self._origin = self._origin or self.stream("captured")
         for stream in self._streams:  # PyTorch waits for the GPU before
             self.host |= stream.clock
             stream.ends = set()

@@ -11,9 +11,11 @@ rank alone gets them: the collectives stay the same, so a rank that captures may
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -123,7 +125,7 @@ class CapturedStep:
         self._reducer = reducer
         self._module = module
         self._units = list(dict.fromkeys(each.unit for each in bridge.shards.entries))
-        self._facts: _Facts | None = None  # at the end of the latest call
+        self._facts: _Facts | None = None  # at the end of the latest call; `None` if they are unknown
         self._graph: _Graph | None = None
         self._options: dict[Optimizer, object] = {}  # of each optimizer that the step steps, at its latest step
         self._has_warned = False
@@ -214,7 +216,7 @@ class CapturedStep:
     def _follow(self, now: _Facts) -> None:
         """Drop the graph if a fact has changed since the latest call."""
         graph = self._graph
-        if self._facts in (None, now) and (graph is None or graph.buffers <= self._gather_buffers()):
+        if self._facts == now and (graph is None or graph.buffers <= self._gather_buffers()):
             return
         self._left, self._graph = self._warmup, None
         if self._facts is not None and self._facts.options != now.options and not self._has_warned:
@@ -253,6 +255,8 @@ class CapturedStep:
                     f"captured step: {type(optimizer).__name__} steps another wrapped model, too: capture a step for "
                     "each model"
                 )
+            if optimizer not in self._options:
+                optimizer.register_load_state_dict_post_hook(partial(_forget, weakref.ref(self)))
             self._options[optimizer] = self._options_of(optimizer, reads=reads)
 
         hook = register_optimizer_step_pre_hook(note)
@@ -281,7 +285,7 @@ class CapturedStep:
         with self._undone_after_errors(together=together):
             self._bridge.in_backward.announce_change()
             self._bridge.gatherer.settle()
-            self._bridge.gatherer.finish_prefetched()
+            self._bridge.gatherer.prepare_capture()
             self._bridge.in_backward.mark_stepped()  # the graph must gather all weights, also those that are fresh now
             number, replay, outputs = context.version.number, None, None
             try:
@@ -376,6 +380,12 @@ class CapturedStep:
         bridge.in_backward.mark_stepped()
         self._facts = facts._replace(weights=(self._context.version.number, self._context.version.gathered))
         return graph.outputs
+
+
+def _forget(captured: "weakref.ref[CapturedStep]", _: Optimizer) -> None:
+    """Capture again, because an optimizer has loaded states."""
+    if (step := captured()) is not None:
+        step._facts = None
 
 
 def _explained(error: Exception) -> Exception:

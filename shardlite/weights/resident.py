@@ -102,8 +102,8 @@ class ResidentWeights:
     def stop_prefetching(self) -> None:
         """Do nothing, because no unit is gathered ahead."""
 
-    def finish_prefetched(self) -> None:
-        """Do nothing, because `settle` finishes all gathers."""
+    def prepare_capture(self) -> None:
+        """Do nothing, because full weights have permanent memory."""
 
     def end_pass(self) -> None:
         """Do nothing, because no rank needs further gathers."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -71,6 +72,8 @@ class Memory:
     """Behind which streams are that read it, because autograd's engine sees to it."""
 
     is_alive: bool = True
+    is_graphs: bool = False
+    """Whether it was allocated during a capture."""
 
 
 class Gpu(Cuda):
@@ -134,15 +137,16 @@ class Gpu(Cuda):
             finally:
                 self.recording = None
                 graph.end()
-                for each in self.captured:  # nothing has run
-                    self.host |= each.clock
+                for stream, captured in product(self._streams, self.captured):  # nothing of it has run
+                    stream.clock |= captured.clock
 
     def carry_out(self, function: Callable[..., None], written: Sequence[Tensor], *read: Tensor) -> None:
         """Do what NCCL does."""
         if self.recording is not None:
             for each in written:
                 self.recording.save(each)
-            self.recording.record(function, (written, *read), {})
+            arguments = self.recording.arguments((written, *read), {})
+            self.recording.record(function, arguments)
         with _disable_current_modes(), torch.no_grad():
             function(written, *read)
 
@@ -206,15 +210,21 @@ class Gpu(Cuda):
             self.check_captured(self.current(), "memory")
             self._memory[key] = memory = Memory(stream := self.current(), stream.clock[stream.number])
             if self.recording is not None:
-                self.recording.own[memory] = storage.data_ptr()
+                self.recording.own[memory], memory.is_graphs = storage.data_ptr(), True
             weakref.finalize(storage, self._free, key).atexit = False
         return self._memory[key]
+
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor was used before."""
+        return tensor.untyped_storage()._cdata in self._memory
 
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
         if memory is None:
             return
         memory.is_alive = False
+        if memory.is_graphs and self.recording is None:
+            return  # it waits for the end of the graph
         for each in memory.accesses:
             if not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
@@ -278,6 +288,7 @@ class _Operators(TorchDispatchMode):
         del types
         kwargs = kwargs or {}
         name, schema, graph = str(func), func._schema, self._gpu.recording
+        arguments = None if graph is None else graph.arguments(args, kwargs)
         for i, argument in enumerate(schema.arguments if graph is not None else ()):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for each in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
@@ -298,7 +309,7 @@ class _Operators(TorchDispatchMode):
                 event.wait()
         self._gpu.current().launch()
         if graph is not None:
-            graph.record(func, args, kwargs, out)
+            graph.record(func, arguments, out)
         for i, argument in enumerate(schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write

@@ -39,10 +39,15 @@ class Graph:
         """Note a generator."""
         self.generators.append(generator)
 
-    def record(self, function: Callable[..., Any], args: Any, kwargs: Any, out: Any = None) -> None:
-        """Record a call whose results are in `out`, or in its arguments."""
+    def arguments(self, args: Any, kwargs: Any) -> Any:
+        """Return the arguments of a call that has not run, as the graph has them."""
         with _disable_current_modes(), torch.no_grad():
-            args, kwargs = tree_map_only(Tensor, self._alias, (args, kwargs))
+            return tree_map_only(Tensor, self._argument, (args, kwargs))
+
+    def record(self, function: Callable[..., Any], arguments: Any, out: Any = None) -> None:
+        """Record a call that has run: its results are in `out`, or in its arguments."""
+        args, kwargs = arguments
+        with _disable_current_modes(), torch.no_grad():
             given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
             outs = [self._alias(each) if _is_tensor(each) else None for each in tree_leaves(out)]
 
@@ -71,7 +76,7 @@ class Graph:
     def replay(self) -> None:
         """Carry out the operators, as one operation of the current stream."""
         freed = [memory for memory in self._bytes if memory not in self.own and not memory.is_alive]
-        assert not freed, f"a graph uses memory that was freed, as of {freed[0].allocated_on.name}"
+        assert not freed, f"a graph uses memory that was freed, as of: {freed[0].accesses[-1]}"
         stream = self._gpu.current()
         stream.launch()
         self._gpu.replays += 1
@@ -84,6 +89,11 @@ class Graph:
         for memory, address in self.own.items():
             if memory.is_alive and memory in self._bytes:
                 ctypes.memmove(address, self._bytes[memory].data_ptr(), self._bytes[memory].nbytes)
+
+    def _argument(self, tensor: Tensor) -> Tensor:
+        """Return an argument. A number, which PyTorch passes as a tensor, is part of a kernel's launch."""
+        is_known = self._gpu.knows(tensor)
+        return self._alias(tensor) if is_known else tensor.detach().clone()
 
     def _alias(self, tensor: Tensor) -> Tensor:
         """Return a tensor with the same bytes, or those of the graph's copy, which does not keep the memory alive."""
