@@ -389,6 +389,11 @@ def _digits(items: float | Tensor, device: torch.device) -> Tensor:
         items = items.item()
     if isinstance(items, bool) or not isinstance(items, Real):
         raise TypeError(f"count_items() takes a number or a tensor with one number, got {items!r}")
+    if torch.cuda.is_current_stream_capturing():
+        raise PhaseError(
+            f"count_items(): got the number {items} on the host in a step that a CUDA graph captures, and each replay "
+            "would count it: pass a tensor that the step computes on the GPU, such as (labels != -100).sum()"
+        )
     count = float(items)
     if not isfinite(count) or not 0 <= count < 2**42:
         raise ValueError(f"count_items() takes a number from 0 to 2^42, got {items!r}")

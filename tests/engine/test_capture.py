@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite import AdamW, LayoutError, PhaseError, Precision, Route, ShardLite
+from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, Route, ShardLite
 from shardlite.comm import consensus
 from shardlite.errors import ShardWarning
 from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Block, Training, net
@@ -393,6 +393,17 @@ def replaces_a_buffer(program, train, x):
     return train(x)
 
 
+def counts_on_the_host(program, train, x):
+    program.model.count_items(2)
+    return train(x)
+
+
+def averages(program, train, x):
+    outputs = train(x)
+    EMA(program.model).update()
+    return outputs
+
+
 def takes_no_step(program, train, x):
     return program.model(x)
 
@@ -403,6 +414,8 @@ RULES = {
     fails_in_forward: "build the optimizer with capturable=True",
     accumulates: "accumulate inside the step, with no_sync",
     replaces_a_buffer: "buffer 'seen' was made or replaced in the step",
+    counts_on_the_host: r"pass a tensor that the step computes on the GPU",
+    averages: r"call update() after the captured step",
     takes_no_step: "no optimizer has stepped the model",
 }
 
