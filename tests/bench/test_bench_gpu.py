@@ -14,7 +14,7 @@ import torch
 from shardlite_kernels import ring_reduce_scatter_reference
 from torch._C._distributed_c10d import AllToAllOptions
 
-from bench.gpu import ROOT, calls, fake_ranks, kernels, pair, run, table, training
+from bench.gpu import ROOT, calls, captured, fake_ranks, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, Sleeps, Waits, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, PROBES, Probe, be_probe, main
@@ -27,7 +27,7 @@ from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
 from tests.comm.streams.simulated_gpu import Gpu
 
 CUDA = torch.device("cuda")
-NEEDS_TRANSFORMERS = {"calls", "fake8", "host", "twin"}
+NEEDS_TRANSFORMERS = {"calls", "captured", "fake8", "host", "twin"}
 EXPECTED = {
     "environment": {"triton", "kernel", "numpy", "transformers"},
     "calls": {"call", "us"},
@@ -112,6 +112,39 @@ def test_a_prediction_is_what_a_system_adds_to_the_plain_model():
 
 @pytest.mark.slow
 @needs_transformers
+def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    found = found_by("captured", tmp_path)
+    assert [(row["connections"], row["way"]) for row in found] == [
+        *((32, way) for way in captured.WAYS),
+        *((8, way) for way in captured.WAYS[:2]),
+    ]
+    assert all(row["launched_ms_p50"] > 0 for row in found)
+
+
+def test_edges_are_counted_in_the_dump_of_a_graph():
+    dump = """digraph dot {
+subgraph cluster_1 {
+label="graph_1" graph[style="dashed"];
+"graph_1_node_0"[style="solid" shape="record" label="{KERNEL
+| {ID | 0 (topoId: 3) | vectorized_elementwise_kernel}
+}"];
+"graph_1_node_1"[style="solid" shape="record" label="{KERNEL
+| {ID | 1 (topoId: 2) | spin_kernel(long)}
+}"];
+"graph_1_node_2"[label="{MEMCPY}"];
+"graph_1_node_3"[label="{KERNEL | spin_kernel(long)}"];
+"graph_1_node_0" -> "graph_1_node_1";
+"graph_1_node_1" -> "graph_1_node_3";
+"graph_1_node_2" -> "graph_1_node_3"[headlabel=0];
+}
+}
+"""
+    assert captured.counted(dump) == {"nodes": 4, "edges": 3, "sleeps_by_edges": {1: 1, 2: 1}}
+
+
+@pytest.mark.slow
+@needs_transformers
 def test_each_count_has_a_price(tmp_path):
     found = {row["call"]: row for row in found_by("calls", tmp_path)}
     counted = {key for row in read_rows([RESULTS / "host-gpu-path.jsonl"]) for key in counts_of(row)}
@@ -164,7 +197,8 @@ def test_models_of_a_run_have_their_published_sizes():
 
 def test_limits_add_up():
     """Include the grace periods of probes and compilation, and the table."""
-    limits = sum(probe.seconds for probe in PROBES) + run.GRACE * (len(PROBES) + 1) + run.TABLE
+    probes = [probe for probe in PROBES if not probe.asked]
+    limits = sum(probe.seconds for probe in probes) + run.GRACE * (len(probes) + 1) + run.TABLE
     assert limits <= LIMIT == 8 * 60 + 30
     beside = [probe.seconds for probe in PROBES if probe.name in run.BESIDE_WARM_UP]
     assert sum(beside) >= run.PATIENCE  # so a wait for kernels costs nothing more

@@ -14,7 +14,7 @@ from torch import nn
 from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, Route, ShardLite
 from shardlite.comm import consensus
 from shardlite.errors import ShardWarning
-from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Block, Training, net
+from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Block, Checkpointed, Training, net
 from tests.comm.streams.simulated_gpu import Gpu
 from tests.comm.streams.test_stream_races import assert_no_race, where_the_host_would_wait
 from tests.support.internals import context, reducer, units
@@ -91,11 +91,52 @@ def test_a_captured_step_has_the_bits_of_one_that_runs(stage):
         {"precision": Precision(quantized_gather=True)},
         {"reshard_after_forward": False},
         {"prefetch": 3},
+        {"block": Checkpointed},
     ],
     ids=str,
 )
 def test_it_has_them_with_any_option(options):
     assert_same(replays=10 - WARM_UP, **options)
+
+
+class Elsewhere(Program):
+    """Gradients are dropped, or set to zero, at the begin of a step or outside of it."""
+
+    def __init__(self, *, drops, begins, **options):
+        self.drops, self.begins = drops, begins
+        super().__init__(**options)
+
+    def _zero(self):
+        self.optimizer.zero_grad(set_to_none=self.drops)
+
+    def train(self, x, scale=1.0):
+        if self.begins:
+            self._zero()
+        loss = self.model(x).float().square().mean()
+        with self.model.no_sync():
+            (self.model(x + 1).float().square().mean() * 0.5).backward()
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss}
+
+    def steps(self, numbers, **options):
+        losses = []
+        for number in numbers:
+            losses += super().steps([number], **options)
+            if not self.begins:
+                self._zero()
+        return losses
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+def test_gradients_may_be_dropped_anywhere(drops, begins):
+    found = []
+    for captured in (False, True):
+        with on_gpu():
+            program = Elsewhere(captured=captured, drops=drops, begins=begins)
+            found.append([*program.steps(range(6)), *program.shards()])
+    assert all(map(torch.equal, *found))
 
 
 def evaluates(program):

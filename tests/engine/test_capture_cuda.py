@@ -1,7 +1,7 @@
 """A whole step in a CUDA graph has the bits of steps without one.
 
-`test_capture.py` captures steps on a simulated GPU, which refuses what CUDA refuses. **The tests of `model.capture` have
-never run:** only the first test of this file has run on a GPU.
+`test_capture.py` captures steps on a simulated GPU, which refuses what CUDA refuses. Only the first test of this file
+has run on a GPU. **The tests of `model.capture` have never run.**
 """
 
 from functools import partial
