@@ -43,6 +43,8 @@ class Stream:
         """Put this stream behind an event."""
         self.gpu.calls["events waited for"] += 1
         assert event.clock is not None, "it was not recorded, so a wait for it is none"
+        if event.is_captured and (event.capture != self.gpu.captures or not self.gpu.captured):
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
         self.gpu.capture(self, behind_captured=event.is_captured)
         self.clock |= event.clock
         self.ends |= event.ends
@@ -70,6 +72,9 @@ class Event:
     clock: Clock | None = None
     asked: int = 0
     is_captured: bool = False
+    capture: int = 0
+    """Number of captures that had begun when it was recorded."""
+
     ends: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -80,7 +85,7 @@ class Event:
         self.gpu.calls["events recorded"] += 1
         stream = stream or self.gpu.current()
         self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
-        self.ends = set(stream.ends)
+        self.capture, self.ends = self.gpu.captures, set(stream.ends)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Put a stream, by default the current one, behind this event."""
@@ -123,6 +128,9 @@ class Cuda:
 
         self.edges: dict[Node, set[Node]] = {}
         """For each operation of the latest capture, those that it depends on directly."""
+
+        self.captures = 0
+        """Number of captures so far."""
 
         self._refused = ""
         self._origin: Stream | None = None
@@ -205,6 +213,7 @@ class Cuda:
             self.host |= stream.clock
             stream.ends = set()
         self.edges, self._refused = {}, ""
+        self.captures += 1
         with self.on(origin):
             self.captured, waits = {origin}, Counter(self.waits)
             try:

@@ -331,6 +331,7 @@ def refused(change, *, make=Program, warm_up=WARM_UP, steps=4):
                     program.step(batch(50))
                 program.step._step = program.train
                 assert gpu.current() is gpu.compute, "the stream of the capture is not left current"
+                assert gpu.launched.total() == gpu.launched_until, "other ranks may take part in no collective"
                 assert not any(unit.users for unit in units(program.model))
                 assert context(program.model).version.number == warm_up
             found.append([*program.steps(range(steps)), *program.shards(), torch.tensor(program.model.skipped_steps)])

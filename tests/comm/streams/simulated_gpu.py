@@ -102,6 +102,8 @@ class Gpu(Cuda):
         self._memory: dict[int, Memory] = {}
         self.recording: Graph | None = None
         self.replays = 0
+        self.launched_until = 0
+        """Number of collectives and messages until the end of the latest capture."""
 
     def hosts(self, exchange: Callable[..., None]) -> Callable[..., None]:
         """Count an exchange of the hosts in which the program takes part."""
@@ -137,6 +139,7 @@ class Gpu(Cuda):
             finally:
                 self.recording = None
                 graph.end()
+                self.launched_until = self.launched.total()
                 for stream, captured in product(self._streams, self.captured):  # nothing of it has run
                     stream.clock |= captured.clock
 
