@@ -32,9 +32,11 @@ import torch
 from bench.gpu import ROOT
 from bench.gpu.fake_ranks import _CLIP, RANKS, SYSTEMS, Sleeps, _any_numbers, _prepared, _workload, one_of
 from bench.gpu.report import Report, milliseconds
+from bench.support.workloads import perceptrons
 from shardlite.comm import streams
 
 WAYS = ("plain", "awake", "unfilled", "low priority")
+_TINY = perceptrons("mlp", blocks=2, width=64, batch=4)  # of a dry run
 _MODELS, _ROUNDS, _VARIABLE = ("llama-4k", "llama-1k"), 8, "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
@@ -54,7 +56,7 @@ def captured(report: Report) -> None:
 
 def _times(model: str, way: str, report: Report) -> dict[str, object]:
     """Return the times of a step that is launched, and of the same step captured, and what its graph is."""
-    workload, rounds = _workload(model, report), 1 if report.dry else _ROUNDS
+    workload, rounds = (_TINY, 1) if report.dry else (_workload(model, report), _ROUNDS)
     with _in_this(way), one_of(RANKS, report.device) as (group, sleeps), _any_numbers():
         sleeps.awake = way == "awake"
         trainer, step = _prepared(workload, SYSTEMS["exact"], group, sleeps, clip=True, report=report)

@@ -27,7 +27,7 @@ from tests.comm.streams.programs import RUNS, WORLD_SIZE, Training
 from tests.comm.streams.simulated_gpu import Gpu
 
 CUDA = torch.device("cuda")
-NEEDS_TRANSFORMERS = {"calls", "captured", "fake8", "host", "twin"}
+NEEDS_TRANSFORMERS = {"calls", "fake8", "host", "twin"}
 EXPECTED = {
     "environment": {"triton", "kernel", "numpy", "transformers"},
     "calls": {"call", "us"},
@@ -110,8 +110,6 @@ def test_a_prediction_is_what_a_system_adds_to_the_plain_model():
     assert [calls.beside(us, 100.0)["agree"] for us in (84.0, 86.0, 114.0, 116.0)] == [False, True, True, False]
 
 
-@pytest.mark.slow
-@needs_transformers
 def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     found = found_by("captured", tmp_path)
