@@ -180,6 +180,8 @@ class CapturedStep:
             raise PhaseError("captured step: call it outside of forwards, backwards and `gathered()`")
         bridge.backward.prepare()
         self._check_reduced()
+        if bridge.scale.is_next_counted:
+            raise PhaseError("captured step: call count_items() inside the step, so that replays count, too")
 
     def _check_reduced(self) -> None:
         if self._bridge.backward.holds_unreduced or self._bridge.backward.accumulates():
@@ -259,10 +261,12 @@ class CapturedStep:
                 optimizer.register_load_state_dict_post_hook(partial(_forget, weakref.ref(self)))
             self._options[optimizer] = self._options_of(optimizer, reads=reads)
 
-        hook = register_optimizer_step_pre_hook(note)
+        hook, scale = register_optimizer_step_pre_hook(note), self._bridge.scale
         try:
+            scale.is_repeated = True
             outputs = self._step(*args, **kwargs)
         finally:
+            scale.is_repeated = False
             hook.remove()
         self._check_reduced()
         if self._context.version.number == number:

@@ -521,6 +521,14 @@ def test_a_call_inside_a_forward_or_gathered_is_refused():
         program.steps([1])
 
 
+def test_a_count_before_the_step_is_refused():
+    with on_gpu():
+        program = Program()
+        program.model.count_items(torch.tensor(2))
+        with pytest.raises(PhaseError, match=r"call count_items\(\) inside the step"):
+            program.step(batch(0))
+
+
 def test_a_step_of_two_models_is_refused():
     with on_gpu():
         program, other = Program(), Training()
