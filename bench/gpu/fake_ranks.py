@@ -100,7 +100,7 @@ class _System:
 
 
 @dataclass(frozen=True)
-class _Bench:
+class Bench:
     """What all systems of a model share."""
 
     workload: Workload
@@ -120,7 +120,7 @@ class _Bench:
         for name in [*systems, *(f"{each}, captured" for each in captured)]:
             system, _, graph = name.partition(", ")
             with self.report.guarded(**self.names, system=name):
-                ready[name] = self._captured(system) if graph else self._built(system)
+                ready[name] = self._captured(system) if graph else self.built(system)
         return ready
 
     def _trainer(self, system: str) -> tuple[Trainer, Step]:
@@ -128,7 +128,8 @@ class _Bench:
         trainer = replace(SYSTEMS[system](self.workload, self.group), max_norm=clip)
         return trainer, partial(trainer.step, self.workload.batch(0, 0))
 
-    def _built(self, system: str) -> _System:
+    def built(self, system: str) -> _System:
+        """Build a system, and let it take its first steps."""
         before = _allocated(self.report.device)
         trainer, step = self._trainer(system)
         for _ in range(0 if self.report.dry else _WARM_UP):
@@ -202,11 +203,11 @@ def fake8(report: Report) -> None:
     with one_of(RANKS, report.device) as (group, link):
         report(bandwidth_gbps=round(BANDWIDTH / 1e9), latency_us=round(1e6 * CLUSTER.base, 1), source=CLUSTER.source)
         for model in ("llama-1k", "llama-4k", "gpt2-xl"):
-            _fake8(_Bench(_workload(model, report), group, link, report))
+            _fake8(Bench(workload_of(model, report), group, link, report))
             free()
 
 
-def _fake8(bench: _Bench) -> None:
+def _fake8(bench: Bench) -> None:
     predicted = _predicted(bench.workload, bench.report)
     ready = bench.prepare([*SYSTEMS], () if bench.report.dry else CAPTURED)
     times = bench.time(ready)
@@ -247,7 +248,8 @@ def _bound(times: Times) -> str:
     return "GPU" if percentile(times.ahead, 50) >= GPU_BOUND * times.summary()["ms_p50"] else "host"
 
 
-def _workload(model: str, report: Report) -> Workload:
+def workload_of(model: str, report: Report) -> Workload:
+    """Return a workload on the device of the report, with one narrow layer in a dry run."""
     return (_ON_A_CPU if report.dry else WORKLOADS)[model].on(report.device)
 
 
@@ -277,7 +279,7 @@ HOST_SYSTEMS = ("fsdp2", "floor", "exact", "fast", "in_backward")
 def host(report: Report) -> None:
     """Report the host's time per unit, calls that wait, and the GPU's idle time, if communication takes no time."""
     with one_of(RANKS, report.device) as (group, link), link.awake():
-        bench = _Bench(_workload("gpt2-xl-12", report), group, link, report)
+        bench = Bench(workload_of("gpt2-xl-12", report), group, link, report)
         ready = bench.prepare(HOST_SYSTEMS)
         times = bench.checked(ready, bench.time(ready))
         for name, row in rows_of(times, {}).items():

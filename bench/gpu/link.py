@@ -99,6 +99,9 @@ class FakeLink:
         self.host_seconds = 0.0
         """Seconds that the host has spent in this function so far."""
 
+        self.fills = True
+        """Whether collectives fill their targets."""
+
         self._link = torch.tensor([0, 1], device=device)
 
     def __call__(self, method: str, target: Tensor, source: Tensor, *rest: Any) -> None:
@@ -128,7 +131,7 @@ class FakeLink:
     def _launch(self, target: Tensor, source: Tensor, ns: int) -> None:
         """Copy this rank's part to every rank's part of the target, or its beginning if the target is one part."""
         rows = self.world_size if target.nbytes == self.world_size * source.nbytes else 1
-        nbytes = min(source.nbytes, target.nbytes // rows)
+        nbytes = min(source.nbytes, target.nbytes // rows) if self.fills else 0
         if not use_triton(self._link):
             with torch.no_grad():
                 own = source.detach().view(-1).view(torch.uint8)[:nbytes]

@@ -79,7 +79,7 @@ class Probe:
     """Time limit in seconds, including imports."""
 
     on: str = "one"
-    """`one` GPU, `several` GPUs with a rank on each, or `any`: one GPU, in both runs.
+    """`one` GPU, `several` GPUs with a rank on each, or `any`: one GPU, in both runs. `asked`: only with `--only`.
 
     Every rank of a probe on several GPUs calls the function `run(report, group)` in the module.
     """
@@ -96,6 +96,7 @@ PROBES = (
     Probe("twin", "training", 50),
     Probe("compiled", "training", 40),
     Probe("pair", "pair", 45),
+    Probe("graphs", "graphs", 150, "asked"),
     Probe("links", "several.links", 45, "several"),
     *(Probe(name, "several.steps", 35, "several") for name in ("fsdp2", "exact", "fast", "in_backward")),
     *(Probe(name, "several.steps", 35, "several") for name in ("captured", "ddp")),
@@ -106,7 +107,7 @@ PROBES = (
     Probe("symmetric_memory", "several.steps", 30, "several"),
     Probe("fsdp2_again", "several.steps", 30, "several"),
 )
-"""Probes in order of importance. The time limits, grace periods and the table of a run add up to at most its limit."""
+"""Probes in order of importance. The limits of a run, grace periods and the table take at most the limit of the run."""
 
 WARM_UP = "warm_up"
 """The process that compiles all kernels during the first probes."""

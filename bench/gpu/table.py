@@ -142,6 +142,21 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "agree": _yes("agree"),
         },
     ),
+    "graphs": (
+        "Launched and captured steps of eight ranks, seven of them fake",
+        f"{FAKE} The ways show why captured steps may hide less communication. *collectives by edges*: how many of "
+        "the graph's collectives have so many predecessors.",
+        {
+            "way": _text("way"),
+            "model": _text("model"),
+            "connections": _text("connections"),
+            "launched, ms": _number("launched_ms_p20"),
+            "captured, ms": _number("captured_ms_p20"),
+            "host, ms": _number("launched_host_ms_p50"),
+            "edges": _text("edges"),
+            "collectives by edges": _pairs("fakes_by_edges"),
+        },
+    ),
     "host": (
         "The host of eight ranks, seven of them fake, with communication that takes no time",
         "One GPU is rank 0 of 8, and **each collective takes no time**, also with FSDP2. *idle* is the time without a "
@@ -245,6 +260,11 @@ def _calls_in_short(rows: Sequence[Row]) -> str:
     return f"predicted µs per block: {'; '.join(both) or 'none agrees with the measured'}"
 
 
+def _graphs_in_short(rows: Sequence[Row]) -> str:
+    parts = [f"{row['captured_ms_p20'] - row['launched_ms_p20']:+.1f}" for row in rows if "captured_ms_p20" in row]
+    return "captured - launched, ms: " + ", ".join(parts)
+
+
 def _twin_in_short(rows: Sequence[Row]) -> str:
     same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
     off = max((row["off"] for row in rows if "bound" in row), default=0.0)
@@ -262,6 +282,7 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
     "bits": lambda rows: f"{len(rows)} formats of kernels keep their contract",
     "bandwidth": _bandwidth_in_short,
     "calls": _calls_in_short,
+    "graphs": _graphs_in_short,
     "fake8": _steps_in_short,
     "host": _host_in_short,
     "twin": _twin_in_short,

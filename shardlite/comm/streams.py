@@ -448,6 +448,14 @@ class CudaStreamQueue:
             yield
 
 
+def finished() -> HostWork:
+    """Return an operation that has succeeded."""
+    work = HostWork()
+    with work:
+        pass
+    return work
+
+
 class _StreamWork:
     """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
 

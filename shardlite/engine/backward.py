@@ -111,13 +111,17 @@ class Backward:
         freeze all parameters during an evaluation between two accumulating backwards, or between a forward and its
         backward (PEFT's `disable_adapter()`, for a reference model). The freeze must have no effect on the backward.
         """
+        self.prepare()
+        if not (evaluating and self._reducer.accumulates):
+            self.follow_requires_grad(frozen=not evaluating)
+
+    def prepare(self) -> None:
+        """Clean up after an exception, and let the current stream use what the former home stream has left."""
         self._stream.check_closed()
         self.repair()
         if (stream := self._streams.move_home()) is not None:
             for memory in self._kept():
                 memory.record_stream(stream)
-        if not (evaluating and self._reducer.accumulates):
-            self.follow_requires_grad(frozen=not evaluating)
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
@@ -254,6 +258,11 @@ class Backward:
                 "of the model"
             )
         self.forget_forwards()
+
+    def abandon_capture(self) -> None:
+        """Forget a backward whose capture has failed. Afterwards, `repair` starts none of its reductions."""
+        if self._run is not None:
+            self._run.abandon_capture()
 
     def repair(self) -> None:
         """Clean up after a backward that ended in an exception."""

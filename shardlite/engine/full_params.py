@@ -80,6 +80,7 @@ class FullParameters:
             LayoutError: there is no parameter with one of these names.
         """
         units = self._units_with(names)
+        self._context.version.gathered += 1
         flats = [flat for unit in units for flat in unit.flats if flat.in_place]
         with self._held(units), ExitStack() as undo:
             undo.callback(self._gatherer.forget, units)  # the next forward must not see undone writes

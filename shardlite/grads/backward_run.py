@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import SPARE, Moment, Work, submit_in_turn
+from shardlite.comm import SPARE, Moment, Work, finished, submit_in_turn
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
@@ -281,6 +281,12 @@ class BackwardRun:
             self.stepping.end(self._reducer.results.after_steps(self.started, check=False))
         self._reducer.discard()
 
+    def abandon_capture(self) -> None:
+        """Forget the reductions of a capture that has failed, which run on no rank."""
+        self.has_gradients, self.held = False, None
+        for reduction in self.started[self.landed :]:
+            reduction.work = finished()
+
     def _next_unit(self) -> Unit | None:
         """Return the unit whose reduction starts next, or `None` if all have started."""
         place, units = len(self.started), self._reducer.order.units
@@ -402,6 +408,11 @@ class StreamRun(BackwardRun):
         if not self._context.transport.blocking:  # with a blocking transport, a wait of the stream would block the host
             self._in_step = in_step
 
+    def abandon_capture(self) -> None:
+        """Forget the reductions and copies of a capture that has failed."""
+        super().abandon_capture()
+        self.copying.clear()
+
     def enter(self, unit: Unit) -> None:
         """Record the moment after the latest gradient of the previous unit.
 
@@ -468,7 +479,7 @@ class StreamRun(BackwardRun):
         If only the queue uses the memory (`is_queues`), the memory belongs to the queue's stream. Then the bucket can
         be released when the reduction is queued, and the next bucket can use the same memory.
         """
-        with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
+        with self._queue.operations.stream(behind) if is_queues or behind is not None else nullcontext():
             bucket.allocate(self._context.reducing[0] if is_queues else None)
 
     def _hand_over(self, reduction: Reduction) -> None:

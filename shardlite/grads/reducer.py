@@ -130,8 +130,6 @@ class Reducer:
         self.results = GradientShards(units, context, self.scale, by_blocks=parts is not None, diagnose=diagnose)
         """Results of the latest backward."""
 
-        self._backwards = 0
-
     @property
     def accumulates(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
@@ -203,8 +201,7 @@ class Reducer:
         """Prepare for the next backward."""
         for unit in self.units:
             unit.begin_backward()
-        self._backwards += 1
-        self.context.progress.begin_backward(self._backwards)
+        self.context.progress.begin_backward()
 
     def discard(self) -> None:
         """Drop accumulated gradients that are not reduced yet."""

@@ -170,6 +170,10 @@ class GatherQueue:
             self._last.wait()
             self._last = None
 
+    def abandon_capture(self) -> None:
+        """Forget the gathers of a capture that has failed."""
+        self._last = None
+
     def _made(self) -> StreamQueue:
         if self._queue is None:
             self._queue = self._context.queue("negotiation" if self._by_hosts else "gather", blocking=self._by_hosts)

@@ -85,6 +85,12 @@ class ResidentWeights:
             unit.invalidate()
         self.expire()
 
+    def abandon_capture(self) -> None:
+        """Forget what a capture that has failed would have gathered."""
+        self._queue.abandon_capture()
+        for unit in self._units:
+            unit.abandon_capture()
+
     # ---- methods that only a `Gatherer` needs: here every rank gathers every unit, and full weights stay -------------
 
     def begin_backward(self, *, final: bool) -> None:
@@ -95,6 +101,9 @@ class ResidentWeights:
 
     def stop_prefetching(self) -> None:
         """Do nothing, because no unit is gathered ahead."""
+
+    def prepare_capture(self) -> None:
+        """Do nothing, because full weights have permanent memory."""
 
     def end_pass(self) -> None:
         """Do nothing, because no rank needs further gathers."""

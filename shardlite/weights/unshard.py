@@ -124,8 +124,7 @@ class Gatherer:
         self.passes.order.end_path()
         if final:
             self.passes.diverged = False
-            for index in list(self._policy.idle):
-                self._evict(self._units[index])
+            self._evict_idle()
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Require a gather of each unit at its next use, because its full weights may have been written to."""
@@ -164,6 +163,17 @@ class Gatherer:
                 with isolated():
                     self.passes.wait(unit)
                     self._make_idle(unit)
+
+    def prepare_capture(self) -> None:
+        """Drop all idle weights, so that a captured step gathers into memory of the pool or of the graph."""
+        self.finish_prefetched()
+        self._evict_idle()
+
+    def abandon_capture(self) -> None:
+        """Forget what a capture that has failed would have gathered."""
+        self.passes.abandon_capture()
+        for unit in self._units:
+            unit.abandon_capture()
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         """Start the gathers of `upcoming` units that all ranks gather next, as long as buffers are available."""
@@ -212,6 +222,10 @@ class Gatherer:
         self._policy.give_back(unit.index, buffer)
         unit.reclaimed(buffer)
         return None
+
+    def _evict_idle(self) -> None:
+        for index in list(self._policy.idle):
+            self._evict(self._units[index])
 
     def _warn(self, unit: Unit) -> None:
         if not self.has_dropped:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from shardlite_kernels import ring_reduce_scatter_reference
 
-from bench.gpu import ROOT, calls, kernels, pair, run, table, training
+from bench.gpu import ROOT, calls, graphs, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, Probe, be_probe, main
@@ -103,6 +103,37 @@ def test_a_prediction_is_what_a_system_adds_to_the_plain_model():
     prices = {"views": 2.0, "packed": 0.5}
     assert calls.added({"views": 7, "packed": 4, "own calls": 9}, {"views": 3}, prices) == 10.0
     assert [calls.beside(us, 100.0)["agree"] for us in (84.0, 86.0, 114.0, 116.0)] == [False, True, True, False]
+
+
+def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    found = found_by("graphs", tmp_path)
+    assert [(row["connections"], row["way"]) for row in found] == [
+        *((32, way) for way in graphs.WAYS),
+        *((8, way) for way in graphs.WAYS[:2]),
+    ]
+    assert all(row["launched_ms_p50"] > 0 for row in found)
+
+
+def test_edges_are_counted_in_the_dump_of_a_graph():
+    dump = """digraph dot {
+subgraph cluster_1 {
+label="graph_1" graph[style="dashed"];
+"graph_1_node_0"[style="solid" shape="record" label="{KERNEL
+| {ID | 0 (topoId: 3) | vectorized_elementwise_kernel}
+}"];
+"graph_1_node_1"[style="solid" shape="record" label="{KERNEL
+| {ID | 1 (topoId: 2) | _collective_kernel}
+}"];
+"graph_1_node_2"[label="{MEMCPY}"];
+"graph_1_node_3"[label="{KERNEL | _collective_kernel}"];
+"graph_1_node_0" -> "graph_1_node_1";
+"graph_1_node_1" -> "graph_1_node_3";
+"graph_1_node_2" -> "graph_1_node_3"[headlabel=0];
+}
+}
+"""
+    assert graphs.counted(dump) == {"nodes": 4, "edges": 3, "fakes_by_edges": {1: 1, 2: 1}}
 
 
 @pytest.mark.slow

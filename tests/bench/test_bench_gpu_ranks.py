@@ -108,14 +108,6 @@ def test_a_gather_by_copy_engines_is_set_up_as_pytorch_says(group):
     assert made["rendezvous"].call_args.args[1] == group.group_name
 
 
-def test_a_captured_step_is_replayed():
-    graph, step = mock.Mock(), mock.Mock(return_value=torch.tensor(3.0))
-    with mock.patch.multiple(torch.cuda, CUDAGraph=lambda: graph, graph=nullcontext):
-        replay = steps._captured(step)
-    assert [float(replay()) for _ in range(2)] == [3.0, 3.0]
-    assert (step.call_count, graph.replay.call_count) == (1, 2)
-
-
 @pytest.mark.parametrize("system", steps._ONLY_ON_GPUS)
 def test_systems_that_need_gpus_have_a_valid_route(system):
     assert Route(**steps.SYSTEMS[system].keywords)

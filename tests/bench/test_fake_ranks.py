@@ -149,7 +149,7 @@ def test_ratios_are_of_the_same_turn_and_exposed_only_if_the_gpu_bounds():
 def test_each_system_of_a_model_has_a_row(tmp_path):
     report = Report("fake8", tmp_path / "rows.jsonl", dry=True)
     with one_of(RANKS, CPU) as (group, fake):
-        fake_ranks._fake8(fake_ranks._Bench(blocks_in_bf16(3), group, fake, report))
+        fake_ranks._fake8(fake_ranks.Bench(blocks_in_bf16(3), group, fake, report))
     rows = {row["system"]: row for row in read_rows([tmp_path / "rows.jsonl"])}
     assert not any("error" in row for row in rows.values())
     assert [*rows] == [*SYSTEMS, "fsdp2, again"]

@@ -131,12 +131,13 @@ def _of_library(n: int, device: torch.device, group: dist.ProcessGroup) -> Itera
     numbers = torch.arange(ranks, device=device, dtype=full.dtype).view(-1, 1)
     rows.copy_((ranks * r + numbers).expand_as(rows))
     received = [ranks * peer + r for peer in everyone]
-    yield Collective("all-to-all", partial(transport._all_to_all, other, full), lambda: other.view(ranks, -1), received)
-    staged = [other[: n // ranks].fill_(-1)]
+    everything = partial(transport.all_to_all, other, full, [n // ranks] * ranks)
+    yield Collective("all-to-all", everything, lambda: other.view(ranks, -1), received)
+    staged = other[: n // ranks].fill_(-1)
     yield Collective(
         "all-to-all, one peer at a time",
-        partial(transport._exchange_in_bucket, rows.unbind(), staged),
-        lambda: torch.stack([*staged, *(rows[peer] for peer in others[:-1])]),
+        partial(transport._exchange_in_bucket, full, staged),
+        lambda: torch.stack([staged, *(rows[peer] for peer in others[:-1])]),
         [received[peer] for peer in others[::-1]],
     )
 

@@ -99,8 +99,10 @@ def prepared(system: str, workload: Workload, group: dist.ProcessGroup) -> tuple
     warnings.simplefilter("error", NonFiniteWarning)  # the time of a skipped step is meaningless
     clip = None if system == "in_backward" else _CLIP
     trainer = replace(SYSTEMS[system](workload, group), max_norm=clip)
-    step = partial(trainer.step, workload.batch(group.rank(), 0))
-    for _ in range(_WARM_UP):
+    on_gpu = workload.device.type == "cuda"
+    take = trainer.model.capture(trainer.step, _WARM_UP) if system == "captured" and on_gpu else trainer.step
+    step = partial(take, workload.batch(group.rank(), 0))
+    for _ in range(_WARM_UP + 1):  # after the warm-up, the next step is captured
         step()
     return trainer, step
 
@@ -110,8 +112,6 @@ def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> d
     device, on_gpu = report.device, report.device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_gpu else 0
     trainer, step = prepared(report.probe, workload, group)
-    if report.probe == "captured" and on_gpu:
-        step = _captured(step)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(device)
     dist.barrier(group)
@@ -126,16 +126,3 @@ def _measured(workload: Workload, report: Report, group: dist.ProcessGroup) -> d
     found["busbw_gbps"] = round(busbw(8 * workload.parameters(), found["ms_p50"], group.size()), 3)
     del trainer
     return found
-
-
-def _captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a function that replays a CUDA graph of a whole step, and returns the loss."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return loss
-
-    return replay
