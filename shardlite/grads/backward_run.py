@@ -336,6 +336,8 @@ class BackwardRun:
             reduction.bucket.clear()
             reduction.earlier = ()
             self.landed += 1
+            if self.saves_memory or self._is_root_left():
+                self._reducer.spares.clear()
             if self._is_root_left():
                 self._context.trim(keep=0 if self.saves_memory else SPARE)  # memory may peak now
 
@@ -360,9 +362,7 @@ class HostRun(BackwardRun):
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         del late
         bucket, queue = self._buckets[unit], self._queue
-        if not bucket.full:
-            self._fill(bucket)
-        bucket.zero_the_rest()
+        self.fill_gaps(bucket)
         if self._reducer.adds_parts:
             self._reducer.add_earlier_parts(bucket, check=not died)
         bucket.begin_reduction()

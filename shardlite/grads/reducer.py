@@ -24,7 +24,7 @@ from torch import Tensor
 
 from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads.bucket import Bucket
+from shardlite.grads.bucket import Bucket, Spares
 from shardlite.grads.reduce import GradientShards, ReduceQueue
 from shardlite.grads.scale import Scale
 from shardlite.params import Unit
@@ -121,7 +121,10 @@ class Reducer:
         self.on_stream = self.queue.operations.on_stream and parts is None
         """Whether gradients are copied to buckets on the stream of reductions."""
 
-        self.buckets = {unit: Bucket(unit, context, most_parts) for unit in units}
+        self.spares = Spares()
+        """Memory of buckets between two units of one backward."""
+
+        self.buckets = {unit: Bucket(unit, context, most_parts, self.spares) for unit in units}
         self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
         self.results = GradientShards(units, context, self.scale, by_blocks=parts is not None, diagnose=diagnose)

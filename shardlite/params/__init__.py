@@ -17,6 +17,7 @@ from shardlite.params.layout import (
     is_padded,
     lay_out,
     round_up,
+    shared,
 )
 from shardlite.params.parameters import (
     OTHER_SHAPES,
