@@ -366,7 +366,7 @@ class HostRun(BackwardRun):
         if self._reducer.adds_parts:
             self._reducer.add_earlier_parts(bucket, check=not died)
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
@@ -442,7 +442,7 @@ class StreamRun(BackwardRun):
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         if not bucket.full:

@@ -156,7 +156,7 @@ class Handle:
         """Return a copy of the view, for code that reads the graph outside of a backward. Collective."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
-        with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
+        with gatherer.passes.inside_pass(f"a look at unit {self.call.unit.name!r}"):
             gatherer.unshard(self.call.unit)
         try:
             return self._of_buffer().clone()
