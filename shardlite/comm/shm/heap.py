@@ -22,6 +22,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -196,18 +197,14 @@ class Heap(Mapping):
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         self._returns.owner.check()
-        length = _rounded_up(nbytes)
-        try:
-            with self._lock:
-                self._settle()
-                self._returns.for_good = False
-                start = self._take(length)
-                self._live += length
-                self._most = max(self._most, self._live)
-                # Free ranges may be too short for later blocks, so limit warm pages to the recent peak.
-                self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
-        finally:
-            self._trim_all()  # what `trim` could not do meanwhile
+        with self._change():
+            self._returns.for_good = False
+            length = _rounded_up(nbytes)
+            start = self._take(length)
+            self._live += length
+            self._most = max(self._most, self._live)
+            # Free ranges may be too short for later blocks, so limit warm pages to the recent peak.
+            self._keep_to(int(_SLACK * max(self._most, self._most_before)) - self._live)
         block = (ctypes.c_char * nbytes).from_buffer(self.memory, start)
         tensor = torch.frombuffer(block, dtype=torch.uint8)
         self._returns.expect(block, start, length)
@@ -242,6 +239,16 @@ class Heap(Mapping):
                 self._cool(start, stop)
         self._used_lately = _Spans()
         self._most_before, self._most = self._most, self._live
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Lock the free ranges, and add freed blocks to them. Afterwards do what `trim` could not do meanwhile."""
+        try:
+            with self._lock:
+                self._settle()
+                yield
+        finally:
+            self._trim_all()
 
     def _settle_if_idle(self) -> None:
         """Add freed blocks to the free ranges, unless these are changing. So a signal handler may ask for bytes."""
