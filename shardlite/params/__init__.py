@@ -5,7 +5,7 @@ ranks. Read `layout.py` first.
 """
 
 from shardlite.params.flat import Flat
-from shardlite.params.full_buffer import Buffer, storage_key
+from shardlite.params.full_buffer import Buffer, ViewPlace, storage_key
 from shardlite.params.layout import (
     ALIGN,
     PADDED,
