@@ -128,7 +128,7 @@ class Reducer:
         """Memory of buckets between two units of one backward."""
 
         self._params = [param for unit in units for param in unit.params()]
-        self._required: list[bool] = []  # `requires_grad` of all parameters, if the buckets are adapted to it
+        self._required: list[bool] = []  # `requires_grad` of all parameters, to which buckets are adapted
         self.buckets = {unit: Bucket(unit, context, most_parts, self.spares) for unit in units}
         self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
@@ -183,6 +183,7 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.follow_requires_grad()
         self.order.follow_requires_grad()
+        self._required = self._requires_grad()
         return True
 
     def _requires_grad(self) -> list[bool]:
