@@ -1340,7 +1340,7 @@ class ModelState:
 
     def settle(self) -> None:
         """Wait until no rank needs the current weights."""
-        self.bridge.gatherer.end_pass()
+        self.bridge.gatherer.passes.end_pass()
         self.bridge.gatherer.settle()
 
     @contextmanager

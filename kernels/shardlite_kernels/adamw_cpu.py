@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from math import inf, sqrt
 from typing import Any
 from weakref import WeakSet
@@ -125,6 +125,11 @@ class CpuStep:
             raise ValueError(f"adamw_cpu: update numbers start at 1, got {self.number}")
         self.hyper.check()
 
+    @cached_property
+    def operator(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """Function that updates tensors by PyTorch's operator, and divides gradients by `grad_scale`."""
+        return _operator(self, self.grad_scale)
+
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
     """Update weights and moments in place with a gradient.
@@ -141,7 +146,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     weight = _check("adamw_cpu", state, step, grad)
     _look(grad, bad)
     if state.exact and grad.dtype == weight and step.factor == 1 and step.hyper.max_update == inf:
-        _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
+        step.operator(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
         _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _chunk_of(state))), step)
 

@@ -97,7 +97,7 @@ class FullParameters:
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Unshard the units inside the block, and make autograd save handles for computations with their parameters."""
         with ExitStack() as undo:
-            with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
+            with self._gatherer.passes.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
                     if unit.replicated:
                         continue

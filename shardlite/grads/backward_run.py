@@ -342,6 +342,8 @@ class BackwardRun:
             reduction.bucket.clear()
             reduction.earlier = ()
             self.landed += 1
+            if self.saves_memory or self._is_root_left():
+                self._reducer.spares.clear()
             if self._is_root_left():
                 self._context.trim(keep=0 if self.saves_memory else SPARE)  # memory may peak now
 
@@ -366,13 +368,11 @@ class HostRun(BackwardRun):
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         del late
         bucket, queue = self._buckets[unit], self._queue
-        if not bucket.full:
-            self._fill(bucket)
-        bucket.zero_the_rest()
+        self.fill_gaps(bucket)
         if self._reducer.adds_parts:
             self._reducer.add_earlier_parts(bucket, check=not died)
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
@@ -453,7 +453,7 @@ class StreamRun(BackwardRun):
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         if not bucket.full:

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError, check_number
 from shardlite.grads.flags import largest
 from shardlite.params import ALIGN, Flat, as_real, as_they_are, round_up
+
+_version_of = attrgetter("_version")  # `map` with this function makes no Python call per tensor
 
 
 class Squares(NamedTuple):
@@ -45,7 +48,7 @@ class Squares(NamedTuple):
 class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
-    def __init__(self, squares: Mapping[Flat, Squares], graded: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    def __init__(self, squares: Mapping[Flat, Squares], graded: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Record gradients.
 
         Args:
@@ -54,7 +57,9 @@ class ReducedNorm:
         """
         self._squares = squares
         # Keys are `id`s, because the hash of a tensor is computed in Python.
-        self._marks = {id(shard): (weakref.ref(grad), grad._version) for shard, grad in graded}
+        shards, grads = zip(*graded, strict=True) if graded else ((), ())
+        marks = zip(map(weakref.ref, grads), map(_version_of, grads), strict=True)
+        self._marks = dict(zip(map(id, shards), marks, strict=True))
         self._written = False
 
     def forget(self) -> None:

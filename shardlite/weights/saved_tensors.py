@@ -30,7 +30,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import Node, _engine_run_backward
 
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, Unit, is_plain, storage_key
+from shardlite.params import Placeholder, Unit, ViewPlace, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
@@ -112,13 +112,10 @@ def _autograd_drops_handle() -> bool:
 class Handle:
     """A description of one view of a unit's full weights. The view can be created again from this description."""
 
-    __slots__ = ("call", "conj", "dtype", "neg", "offset", "size", "stride")
+    __slots__ = ("call", "conj", "neg", "place")
 
     def __init__(self, call: Call, view: Tensor) -> None:
-        self.size = view.size()
-        self.stride = view.stride()
-        self.offset = view.storage_offset()
-        self.dtype = view.dtype
+        self.place: ViewPlace = view.dtype, view.size(), view.stride(), int(view.storage_offset())
         self.conj, self.neg = view.is_conj(), view.is_neg()  # `as_strided` ignores both
         self.call = call
         if call.handles == 0:
@@ -145,7 +142,7 @@ class Handle:
         else:
             call.calls.gatherer.follow(call.unit)
         if call.unit.overwritten:
-            call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
+            call.unit.check_not_overwritten(self.place[3] * self.place[0].itemsize)
         if torch.is_grad_enabled():
             # With `create_graph=True`, autograd records this node too, so the node must save handles again. The hooks
             # are not popped, because after every node the engine restores the state of its thread, hooks included.
@@ -156,7 +153,7 @@ class Handle:
         """Return a copy of the view, for code that reads the graph outside of a backward. Collective."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
-        with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
+        with gatherer.passes.inside_pass(f"a look at unit {self.call.unit.name!r}"):
             gatherer.unshard(self.call.unit)
         try:
             return self._of_buffer().clone()
@@ -166,9 +163,11 @@ class Handle:
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a unit in use has a buffer"
+        kept = buffer.kept_view(self.place)
+        if kept is not None and not (self.conj or self.neg):
+            return kept
         with isolated():
-            (whole,) = buffer.views(self.dtype, lambda memory: [memory.view(self.dtype)])
-            view = whole.as_strided(self.size, self.stride, self.offset)
+            view = buffer.view(self.place)
             view = view.conj() if self.conj else view
             return view._neg_view() if self.neg else view
 
