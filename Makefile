@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadsco
 
 GPU_BIN := .venv-gpu/bin
 GPU_TESTS := tests/project/test_imports.py tests/kernels tests/comm tests/params tests/weights tests/grads tests/optim \
-	tests/model/test_parity.py tests/bench/test_bench_gpu.py
+	tests/model/test_parity.py tests/bench/test_bench_gpu.py tests/bench/test_bench_gpu_ranks.py
 
 .PHONY: help demo test test-all lint size docs bench check-range gpu gpu-check clean
 .DEFAULT_GOAL := help
@@ -66,7 +66,7 @@ bench: .venv/for-test-all  ## all benches in 20 minutes; rows go to bench/result
 check-range:  ## a wheel in clean environments, with the oldest and the newest Python and PyTorch of the range
 	$(PYTHON) tools/check_range.py $(ARGS)
 
-gpu:  ## correctness and speed on a GPU, in nine minutes, with the PyTorch that PYTHON has; see docs/gpu.md
+gpu:  ## correctness and speed on a GPU, or on 8 with ARGS="--ranks 8", in ten minutes; see docs/gpu.md
 	$(PYTHON) -m bench.gpu $(ARGS)
 
 .venv-gpu/ready: requirements-gpu.txt
@@ -78,6 +78,7 @@ gpu-check: .venv-gpu/ready  ## what can be known of a run on a GPU without one, 
 	$(GPU_BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(GPU_TESTS)
 	$(GPU_BIN)/python bench/kernels/aot.py --target sm_90
 	$(GPU_BIN)/python -m bench.gpu --dry --out .venv-gpu/dry
+	$(GPU_BIN)/python -m bench.gpu --dry --ranks 2 --out .venv-gpu/dry-ranks
 
 clean:  ## remove the virtual environments, the site and what the demo wrote
 	rm -rf .venv .venv-gpu .venv-range docs/_build outputs

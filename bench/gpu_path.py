@@ -39,6 +39,7 @@ from contextlib import ExitStack, contextmanager
 from ctypes import memset
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -67,10 +68,10 @@ from shardlite.comm.transport.group_collectives import SLICE_NBYTES, GroupCollec
 from shardlite.config import Route
 from shardlite.engine import backward
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.systems import Build, Trainer, build_floor
+from shardlite.lab.systems import Build
 from shardlite.lab.table import Columns, Row, markdown_table, titled, where
 from shardlite.lab.timer import quantiles
-from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Batch, Workload, llama_blocks, transformers_gpt2
+from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.params import parameters
 from shardlite.weights.saved_tensors import SavedTensorHooks
 
@@ -86,6 +87,7 @@ _NAMED: Mapping[CodeType, str] = {
     backward._deliver.__code__: "gradient hooks",
 }
 _SIMULATION = str(Path(__file__).parent)
+_TABLE = torch.zeros(3, 64, dtype=torch.int64)
 _SHARDLITE = tuple(str(Path(each.__file__).parent) for each in (shardlite, shardlite_kernels))
 _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
 """Folders of the files of a system, if it is not ShardLite."""
@@ -108,13 +110,7 @@ def _gpt2(layers: int) -> Workload:
 
 def _llama(layers: int) -> Workload:
     """Return blocks that have 14 slices of reductions, as the real ones: with a smaller width they would have fewer."""
-    workload = llama_blocks("llama", layers=layers, context=8, width=128)
-
-    def draw(rank: int, step: int) -> Batch:
-        x, y = workload.draw(rank, step)
-        return x.bfloat16(), y.bfloat16()
-
-    return replace(workload, draw=draw)
+    return llama_blocks("llama", layers=layers, context=8, width=128)
 
 
 BLOCKS: Mapping[str, Callable[[int], Workload]] = {"gpt2": _gpt2, "llama": _llama}
@@ -124,13 +120,7 @@ SLICES = {"gpt2": SLICE_NBYTES, "llama": SLICE_NBYTES * 213_248 // LLAMA_BLOCK_N
 """Maximum bytes of a slice, in proportion to the block."""
 
 
-def _build_floor(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model in bf16."""
-    return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
-
-
-_SHARDED = ("fsdp2", "exact", "fast", "in_backward")
-BUILDS: Mapping[str, Build] = {"floor": _build_floor, **{name: SYSTEMS[name] for name in _SHARDED}}
+BUILDS: Mapping[str, Build] = {name: SYSTEMS[name] for name in ("floor", "fsdp2", "exact", "fast", "in_backward")}
 
 Launch = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `launch`."""
@@ -237,6 +227,7 @@ def _on_a_gpu(counts: Counts, slice_nbytes: int) -> Iterator[dist.ProcessGroup]:
     patches = [
         (torch.cuda, "is_available", lambda: False),  # else models go to the GPU that there may be
         (parameters, "_own_data", own_data),
+        (import_module("shardlite_kernels.scale"), "_table", lambda *_: (_TABLE, 1)),  # else addresses change counts
         (context, "Traffic", mock.Mock(return_value=Traffic(torch.device("cuda")))),
         (context, "FailureReports", _reports_of_a_gpu),
         *((place, name, _zeroed(getattr(place, name))) for place, name in ((torch, "empty"), (Tensor, "new_empty"))),

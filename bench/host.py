@@ -52,7 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import SHORTEST, NcclCollectives, rows_numel, staged_rows
+from shardlite.comm.transport.group_collectives import MOST_CALLS, SHORTEST, NcclCollectives, rows_numel
 from shardlite.config import Route
 from shardlite.lab.check import verify
 from shardlite.lab.memory.machine import machine
@@ -68,7 +68,6 @@ COUNTED = 5
 """Number of steps over which Python calls are averaged."""
 
 _FP32 = 4  # bytes
-_GRAIN = 1024  # number of elements for which a GPU kernel writes one entry of statistics
 
 _REAL: Columns = {
     "model": lambda row: row["model"],
@@ -153,16 +152,14 @@ def measure_on_fake(workload: Workload, rounds: int, world_size: int) -> list[Ro
 def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
     """Measure reductions of a block's gradients on rank 0 of a fake group. Return a row for each kind of reduction."""
     shard = -(-LLAMA_BLOCK_NUMEL // world_size)
-    shape = shard, world_size, _FP32, _GRAIN
-    staged = rows_numel(*shape)
-    slices = -(-staged_rows(*shape) * shard // staged)
+    staged = rows_numel(shard, world_size, _FP32)
     rows: list[Row] = []
     with fake_group(world_size) as group, as_over_nccl():
         for reduce in ("exact", "fast"):
             transport = connect_as_over_nccl(group, Route(transport="collectives", reduce=reduce))
             assert isinstance(transport, NcclCollectives)
-            transport.slice_nbytes = 1  # keeps the real number of slices, and makes each as short as possible
-            full, out = torch.zeros(world_size * slices * SHORTEST), torch.zeros(slices * SHORTEST)
+            transport.slice_nbytes = 1  # exchanges inside the bucket, with the real number of calls
+            full, out = torch.zeros(world_size * MOST_CALLS * SHORTEST), torch.zeros(MOST_CALLS * SHORTEST)
             staging = torch.zeros(staging_numel(len(full), transport, full.dtype))
             call = partial(reduce_scatter, full, transport, last=StoreMean(out, world_size), staging=staging)
             spent = [1e6 * seconds(call, full.device)[1] for _ in range(WARM_UP + rounds)][WARM_UP:]
@@ -173,7 +170,7 @@ def measure_block_on_fake(rounds: int, world_size: int) -> list[Row]:
                     "words": f"reduction of {LLAMA_BLOCK_NUMEL:,} gradients in fp32, a block of Llama 3 8B",
                     "reduce": reduce,
                     "ranks": world_size,
-                    "collectives": launched - slices if reduce == "exact" else 1,
+                    "collectives": launched - 1 if reduce == "exact" else 1,
                     "staging_bytes": _FP32 * (staged if reduce == "exact" else shard),
                     "threads": torch.get_num_threads(),
                     "rounds": rounds,

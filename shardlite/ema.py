@@ -91,7 +91,7 @@ class EMA:
         """Update the averages with the current weights. Every rank must call this after each optimizer step.
 
         Raises:
-            PhaseError: the call is inside `swapped()`.
+            PhaseError: the call is inside `swapped()`, or a CUDA graph captures it.
             ValueError: the callable `decay` returned a value that is not from 0 to 1.
 
         Example:
@@ -99,6 +99,11 @@ class EMA:
             >>> ema.update()
         """
         self._stepping.announce_change()
+        if self._state.context.streams.captures():
+            raise PhaseError(
+                "EMA: a CUDA graph that contains update() would always use the decay of the capture: call update() "
+                "after the captured step"
+            )
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)

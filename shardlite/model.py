@@ -56,6 +56,7 @@ from shardlite.engine import (
     Shards,
     WeightStream,
     allow_conversions,
+    capture,
     cast_floats,
     cast_inputs,
     check_adoptable,
@@ -662,6 +663,45 @@ class ShardLite(nn.Module):
         norm = clipper.norm(norm_type)
         clipper.clip(self._bridge.shards, max_norm, norm)
         return norm
+
+    def capture(self, step: Callable[..., Any], warmup: int = 3) -> Callable[..., Any]:
+        """Return a function that takes the same training steps as `step`, on a GPU by replaying a CUDA graph.
+
+        `step` takes one training step: forward, backward, clipping and `optimizer.step()`. The first `warmup` calls run
+        it. The next call captures it and replays the graph, and so do all later calls, at the cost of a few calls of
+        the host. Each call trains its own batch, once. Every rank must call the function equally often.
+
+        Inputs are copied to fixed places. The outputs of a replay are fixed tensors, too, which the next call
+        overwrites: clone what must stay. They are detached. A replay runs no Python code, so numbers that `step` reads
+        from elsewhere, prints, and hooks are those of the capture. New shapes or constants among the inputs take
+        another capture. After a change on all ranks (`gathered()`, loaded weights, a step without the function,
+        `requires_grad`, an optimizer's options), the next `warmup` calls run the step again before the next capture. So
+        pass a learning rate that changes often as a tensor on the GPU.
+
+        On a CPU, the result is `step` itself, with a warning. `docs/gpu.md` lists the rules for `step`.
+
+        Args:
+            step: function of tensors on the model's device, and of numbers and strings, alone or in lists, tuples and
+                dicts. It returns a loss, or tensors in such containers.
+            warmup: number of steps before a capture.
+
+        Returns:
+            A function with the arguments of `step`.
+
+        Raises:
+            TypeError: `step` is not a function, or the returned function gets an input whose changes a graph would not
+                see.
+            ValueError: `warmup` is less than 1, or an input is not on the GPU or requires a gradient.
+            LayoutError: the model has a transport or an option that needs the host in each step, or another rank could
+                not capture the step.
+            PhaseError: the step cannot be captured. The error of PyTorch is its cause. The state is as before the call.
+
+        Example:
+            >>> step = model.capture(step)
+            >>> for inputs, labels in batches:
+            ...     loss = step(inputs, labels)
+        """
+        return capture(step, warmup, self._bridge, self._reducer, self.module)
 
     def join(self, batches: Iterable[Batch] | None = None, *, also: Iterable["ShardLite"] = ()) -> Iterator[Batch]:
         """Iterate over this rank's `batches`, and repeat the final batch until all ranks have run out.
@@ -1295,7 +1335,7 @@ class ModelState:
 
     def settle(self) -> None:
         """Wait until no rank needs the current weights."""
-        self.bridge.gatherer.end_pass()
+        self.bridge.gatherer.passes.end_pass()
         self.bridge.gatherer.settle()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Checks and measurements of ShardLite on one GPU in 8.5 minutes: `python -m bench.gpu`. See `docs/gpu.md`.
+"""Checks and measurements of ShardLite on one GPU in nine minutes: `python -m bench.gpu`. See `docs/gpu.md`.
 
 The machine needs PyTorch, Triton and a checkout. The output is a folder with rows, a log, a table, and an archive of
 these three files. Read `run.py` first: it lists the probes. Each probe is a function that runs in its own process.

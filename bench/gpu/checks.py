@@ -21,7 +21,7 @@ from torch import Tensor
 from bench.gpu.report import Report, synchronize
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.transport.gloo import reconnect
-from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives, as_bytes
 from shardlite.comm.transport.nccl import communicator
 from shardlite.config import Route
 from shardlite.lab.ranks import only_rank
@@ -44,6 +44,8 @@ def environment(report: Report) -> None:
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": _driver(),
         }
+    if report.ranks > 1:
+        found["topology"] = _said_by("nvidia-smi", "topo", "-m")
     report(**found)
 
 
@@ -55,10 +57,16 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return (_said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").partition("\n")[
+        0
+    ] or None
+
+
+def _said_by(*command: str) -> str | None:
+    """Return what a command prints, or `None` if it fails."""
     try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return None
 
 
@@ -96,10 +104,10 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         transport.all_gather(target, _cut(target, transport))
 
     def exchange(source: Tensor, target: Tensor) -> None:
-        transport._all_to_all(target, source)
+        transport.all_to_all(target, source, [len(source) // transport.world_size] * transport.world_size)
 
     def split_exchange(source: Tensor, target: Tensor) -> None:
-        transport._all_to_all(target, source, [target.nbytes], [source.nbytes])
+        GroupCollectives._trade(transport, {0: as_bytes(source)}, {0: as_bytes(target)})
 
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
         transport.reduce_scatter(source, target)

@@ -31,7 +31,8 @@ from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_
 from bench.kernels.work import works
 from bench.support.fake_group import fake_group
 from shardlite.comm import collectives
-from shardlite.comm.transport.group_collectives import NcclCollectives, TwoLevelCollectives, WholeCollectives
+from shardlite.comm.transport.group_collectives import NcclCollectives, WholeCollectives
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.lab.timer import percentile
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.gpu import ROOT
 from bench.gpu.report import Report, synchronize
+from bench.gpu.several.launch import statuses_of
 from shardlite.config import TransportName
 from shardlite.lab.systems import build_shardlite
 from shardlite.lab.workloads import Workload, perceptrons
@@ -41,19 +42,8 @@ def pair(report: Report) -> None:
     for ranks in (2,) if report.dry else (2, 4):
         with report.guarded(ranks=ranks), tempfile.TemporaryDirectory() as folder:
             processes = [_start(rank, ranks, Path(folder) / "store", report) for rank in range(ranks)]
-            statuses = _statuses(processes)
+            statuses = statuses_of(processes, LIMIT)
             assert not any(statuses), f"ranks ended with {statuses}; see the log"
-
-
-def _statuses(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for ranks, and kill ranks that exceed the time limit. Return the exit statuses."""
-    deadline = time.monotonic() + LIMIT
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-    return [process.wait() for process in processes]
 
 
 def _start(rank: int, ranks: int, store: Path, report: Report) -> subprocess.Popen[bytes]:

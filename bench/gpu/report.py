@@ -9,14 +9,16 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.gpu.run import marks
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.timer import percentile, quantiles
 
@@ -24,25 +26,33 @@ from shardlite.lab.timer import percentile, quantiles
 class Report:
     """The report of a probe. Each row is written to the file immediately."""
 
-    def __init__(self, probe: str, file: Path, *, dry: bool) -> None:
-        self.dry = dry
+    def __init__(self, probe: str, file: Path, *, dry: bool, ranks: int = 1) -> None:
+        self.probe, self.ranks, self.dry = probe, ranks, dry
         self.device = torch.device("cpu" if dry else "cuda")
         self.failed = False
+        self.quiet = False
+        """Whether to write only errors. Of the ranks of a probe, only rank 0 writes results."""
+
         self.file = file
-        self._common = {"bench": "gpu", "probe": probe, "dry": dry}
+        self._common = {**marks(ranks, dry=dry), "probe": probe}
         self._machine = machine(self.device)
         self._machine["card"] = "none" if dry else torch.cuda.get_device_name()
 
     def __call__(self, **found: object) -> None:
         """Write a row."""
+        if self.quiet and "error" not in found:
+            return
         line = json.dumps({**self._common, **found, **self._machine})
         with self.file.open("a") as rows:
             rows.write(line + "\n")
         print(line, flush=True)
 
     @contextmanager
-    def guarded(self, **what: object) -> Iterator[None]:
-        """Report an exception in the block as a row with the keys `what`, and continue after the block."""
+    def guarded(self, *, frees: bool = True, **what: object) -> Iterator[None]:
+        """Report an exception in the block as a row with the keys `what`, and continue after the block.
+
+        If `frees`, unused memory is freed after the block, so that the next block does not find it in a cache.
+        """
         try:
             yield
         except Exception as error:
@@ -50,7 +60,8 @@ class Report:
             traceback.print_exc()
             self(**what, error=f"{type(error).__name__}: {error}".splitlines()[0][:300])
         with suppress(RuntimeError):  # raised if an illegal access has destroyed the CUDA context
-            free()
+            if frees:
+                free()
 
 
 def free() -> None:
@@ -66,22 +77,72 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) -> dict[str, float]:
-    """Return the times of `rounds` consecutive calls, as in a training loop.
+@dataclass
+class Times:
+    """Times of calls in milliseconds."""
 
-    `ms_p20`, `ms_p50` and `ms_p80` are times between the ends of two calls on the current stream. `host_ms_p50` is the
-    time that the host spends in a call, including waits.
-    """
+    steps: list[list[float]] = field(default_factory=list)
+    """For each turn, the times between the ends of two calls on the current stream."""
+
+    hosts: list[float] = field(default_factory=list)
+    """For each call, the time that the host spends in it, including waits."""
+
+    works: list[float] = field(default_factory=list)
+    """For each call, the CPU time of all threads, including the thread on which autograd runs a backward on a GPU."""
+
+    ahead: list[float] = field(default_factory=list)
+    """For each turn, how long the device works on after the host has returned from the last call."""
+
+    def summary(self) -> dict[str, float]:
+        """Return `ms_p20`, `ms_p50` and `ms_p80` of all calls, and the median of the host's times."""
+        steps = [each for turn in self.steps for each in turn]
+        return {**quantiles("ms", steps, 4), "host_ms_p50": round(percentile(self.hosts, 50), 4)}
+
+
+def milliseconds(call: Callable[[], object], device: torch.device, rounds: int) -> dict[str, float]:
+    """Return the summary of `rounds` consecutive calls, as in a training loop."""
+    times = Times()
+    take_turn(call, device, rounds, times)
+    return times.summary()
+
+
+def take_turn(call: Callable[[], object], device: torch.device, rounds: int, times: Times) -> None:
+    """Add the times of `rounds` consecutive calls. The device is idle before the first."""
     synchronize(device)
-    ends, hosts = [_mark(device)], []
+    ends = [_mark(device)]
     for _ in range(rounds):
-        begin = time.perf_counter()
+        begin, work = time.perf_counter(), time.process_time()
         call()
-        hosts.append(1e3 * (time.perf_counter() - begin))
+        times.works.append(1e3 * (time.process_time() - work))
+        times.hosts.append(1e3 * (time.perf_counter() - begin))
         ends.append(_mark(device))
+    begin = time.perf_counter()
     synchronize(device)
-    spans = [_span(before, after) for before, after in pairwise(ends)]
-    return {**quantiles("ms", spans, 4), "host_ms_p50": round(percentile(hosts, 50), 4)}
+    times.ahead.append(1e3 * (time.perf_counter() - begin))
+    times.steps.append([_span(before, after) for before, after in pairwise(ends)])
+
+
+AGAIN = "again"
+
+
+def in_turns(
+    report: Report, names: Mapping[str, object], steps: Mapping[str, Callable[[], object]], turns: int, rounds: int
+) -> dict[str, Times]:
+    """Time several systems in rotation, and the first one again at the end, as "FIRST, again".
+
+    A turn is an untimed step and `rounds` timed ones. A change of the host's speed affects neighbours alike, and the
+    last turn shows it. A system that fails has no more turns, but a row with the keys `names`.
+    """
+    going, found = dict(steps), dict[str, Times]()
+    first = next(iter(steps), "")
+    for name in [*[*steps] * turns, f"{first}, {AGAIN}"]:
+        system = name.removesuffix(f", {AGAIN}")
+        if (step := going.pop(system, None)) is not None:
+            with report.guarded(**names, system=system, frees=False):
+                step()
+                take_turn(step, report.device, rounds, found.setdefault(name, Times()))
+                going[system] = step
+    return {name: times for name, times in found.items() if name.removesuffix(f", {AGAIN}") in going}
 
 
 def _mark(device: torch.device) -> Any:

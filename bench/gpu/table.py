@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from statistics import median
 from typing import Any
 
 from shardlite.lab.table import Columns, Row, markdown_table
@@ -29,14 +30,32 @@ def _pairs(key: str) -> Callable[[Row], str]:
     return lambda row: ", ".join(f"{name} {count:g}" for name, count in (row.get(key) or {}).items())
 
 
+def _range(key: str) -> Callable[[Row], str]:
+    return lambda row: f"{min(row[key]):.2f} to {max(row[key]):.2f}" if row.get(key) else ""
+
+
 _GIB = float(2**30)
 
 FAKE = (
-    "One GPU is rank 0 of 8. Kernels, streams and memory are real, but **each collective is a sleep** on its stream, "
-    "also with FSDP2. A sleep takes (W - 1) / W x bytes / bandwidth and a latency, at the NVLink rate that `shardlite "
-    "plan` assumes for a DGX H100. It includes neither NCCL's use of multiprocessors and memory nor waits for other "
-    "ranks."
+    "One GPU is rank 0 of 8. Kernels, streams and memory are real, but **each collective is a kernel that waits**, "
+    "also with FSDP2. Gathers and reductions share one link. Each has it alone for (W - 1) / W x bytes / bandwidth and "
+    "a latency, at the NVLink rate that `shardlite plan` assumes for a DGX H100. This includes neither NCCL's use of "
+    "multiprocessors and memory nor waits for other ranks."
 )
+BEFORE = {
+    "fake8": (
+        "One GPU is rank 0 of 8, and **each collective is a sleep**. A fake exchange cost the host some 18 calls of "
+        "CUDA, and an exact reduction of a Llama block made 14 exchanges; now it makes 7. Gathers and reductions slept "
+        "side by side, each at the full rate. FSDP2 gathered its last block twice. Only ShardLite was captured, and "
+        "with a mask for attention, which PyTorch's fastest kernels exclude. Llama had 4 blocks."
+    ),
+    "host": (
+        "One GPU is rank 0 of 8, and **each collective does nothing**. The model stopped the host once per step, to "
+        "look for packed sequences."
+    ),
+}
+"""How rows with a key `run` were measured, by an earlier version of the probe."""
+
 ALONE = "One rank, so no data is sent."
 
 _PROBES: dict[str, tuple[str, str, Columns]] = {
@@ -93,15 +112,20 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
     "fake8": (
         "Steps of eight ranks, seven of them fake",
         f"{FAKE} Compute is in bf16, reductions are in fp32, AdamW is fused, and gradients are clipped to 1.0 except "
-        "with `in_backward`. *exposed* is the step time minus that of the same step with sleeps of 0.",
+        "with `in_backward`. Systems take turns. A ratio is the median of ratios of the same turn, and *again* is "
+        "FSDP2 at the end. *floor* is the plain model without communication.",
         {
             "model": _text("model"),
             "system": _text("system"),
             "step, ms": _number("ms_p50"),
             "/ FSDP2's": _number("ms_p50_vs_fsdp2"),
-            "sleeps, ms": _number("slept_ms"),
+            "lowest to highest": _range("vs_fsdp2"),
+            "runs": _text("runs"),
+            "bound by": _text("bound"),
+            "link, ms": _number("link_ms"),
             "exposed, ms": _number("exposed_ms"),
             "host, ms": _number("host_ms_p50"),
+            "in fakes, ms": _number("fakes_ms"),
             "peak, GiB": _number("peak_bytes", 2, _GIB),
             "peak / FSDP2's": _number("peak_bytes_vs_fsdp2"),
             "predicted, GiB": _number("predicted_bytes", 2, _GIB),
@@ -118,18 +142,32 @@ _PROBES: dict[str, tuple[str, str, Columns]] = {
             "agree": _yes("agree"),
         },
     ),
+    "graphs": (
+        "Launched and captured steps of eight ranks, seven of them fake",
+        f"{FAKE} The ways show why captured steps may hide less communication. *collectives by edges*: how many of "
+        "the graph's collectives have so many predecessors.",
+        {
+            "way": _text("way"),
+            "model": _text("model"),
+            "connections": _text("connections"),
+            "launched, ms": _number("launched_ms_p20"),
+            "captured, ms": _number("captured_ms_p20"),
+            "host, ms": _number("launched_host_ms_p50"),
+            "edges": _text("edges"),
+            "collectives by edges": _pairs("fakes_by_edges"),
+        },
+    ),
     "host": (
         "The host of eight ranks, seven of them fake, with communication that takes no time",
-        "One GPU is rank 0 of 8, and **each collective does nothing**, also with FSDP2. *idle* is the time without a "
+        "One GPU is rank 0 of 8, and **each collective takes no time**, also with FSDP2. *idle* is the time without a "
         "kernel from the end of a backward to the first kernel of the next forward.",
         {
             "model": _text("model"),
             "system": _text("system"),
             "step, ms": _number("ms_p50"),
+            "runs": _text("runs"),
             "host per unit, µs": _number("host_us_per_unit", 0),
             "launches per unit": _number("launches_per_unit", 1),
-            "waits per step": _pairs("waits"),
-            "in waits, ms": _number("wait_ms"),
             "blocking CUDA calls per step": _pairs("blocking_calls"),
             "idle, ms": _number("idle_ms"),
         },
@@ -214,13 +252,17 @@ def _steps_in_short(rows: Sequence[Row]) -> str:
 
 
 def _host_in_short(rows: Sequence[Row]) -> str:
-    work = _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
-    return f"µs per unit: {work}; ms in waits: {_named(rows, lambda row: row['system'], 'wait_ms', 2)}"
+    return "µs per unit: " + _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
 
 
 def _calls_in_short(rows: Sequence[Row]) -> str:
     both = [f"{row['call']}: {row['us']:.0f} of {row['measured_us']:.0f}" for row in rows if row.get("agree")]
     return f"predicted µs per block: {'; '.join(both) or 'none agrees with the measured'}"
+
+
+def _graphs_in_short(rows: Sequence[Row]) -> str:
+    parts = [f"{row['captured_ms_p20'] - row['launched_ms_p20']:+.1f}" for row in rows if "captured_ms_p20" in row]
+    return "captured - launched, ms: " + ", ".join(parts)
 
 
 def _twin_in_short(rows: Sequence[Row]) -> str:
@@ -240,6 +282,7 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
     "bits": lambda rows: f"{len(rows)} formats of kernels keep their contract",
     "bandwidth": _bandwidth_in_short,
     "calls": _calls_in_short,
+    "graphs": _graphs_in_short,
     "fake8": _steps_in_short,
     "host": _host_in_short,
     "twin": _twin_in_short,
@@ -250,16 +293,34 @@ _IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
 
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:
     heading, words, columns = _PROBES[probe]
+    runs = list(dict.fromkeys(row["run"] for row in rows if "run" in row))
+    dates = " and ".join(dict.fromkeys(row["date"] for row in rows))
+    if runs:
+        old = f"Medians of {len(runs)} runs of older versions, at {', '.join(runs)}; not measured since."
+        words, rows = f"{old} {BEFORE[probe]} Systems ran one after the other, FSDP2 first.", medians_of_runs(rows)
     first = next(iter(columns))  # the first column is also named like its key
     shown = [row for row in rows if row.get(first) is not None or "error" in row]
+    columns = {name: cell for name, cell in columns.items() if not runs or any(map(cell, shown))}
     failed = any("error" in row for row in shown)
     cells = [[*columns, *["failed"] * failed]]
     for row in shown:
         cells.append([*(cell(row) for cell in columns.values()), *[_escaped(row.get("error", ""))] * failed])
-    where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {rows[0]['date']}."
+    where = f"{rows[0]['card']}, torch {rows[0]['torch']}, {dates}."
     dry = "**Dry: run without a GPU, so times are meaningless.**" if rows[0]["dry"] else ""
     head = " ".join(filter(None, (f"**{heading}.**", words, dry, where)))
     return f"{head}\n\n{markdown_table(cells, words=2)}"
+
+
+def medians_of_runs(rows: Sequence[Row]) -> list[Row]:
+    """Return one row for each model and system of several runs: the medians of its numbers, and the number of runs."""
+    found = []
+    for model, system in dict.fromkeys((row.get("model"), row.get("system")) for row in rows):
+        same = [row for row in rows if (row.get("model"), row.get("system")) == (model, system)]
+        numbers = {key: [row[key] for row in same if row.get(key) is not None] for key in same[0]}
+        medians = {key: median(each) for key, each in numbers.items() if each and isinstance(each[0], int | float)}
+        found.append(same[0] | medians | {"runs": len(same), "vs_fsdp2": numbers.get("ms_p50_vs_fsdp2")})
+        found[-1].pop("exposed_ms", None)  # of steps that the host bounds, too
+    return found
 
 
 def _escaped(error: Any) -> str:

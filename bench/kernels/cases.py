@@ -111,7 +111,7 @@ ROWS = 8
 """Number of ranks whose parts of a segment are added in one call."""
 
 IN_A_BUCKET = ", in a bucket"
-"""The case that rows were exchanged inside a bucket, so one of them is staged."""
+"""The case that rows were exchanged inside a bucket, so one of them, or a part of one, is staged."""
 
 
 def adamws() -> Iterator[Case]:
@@ -121,11 +121,13 @@ def adamws() -> Iterator[Case]:
         "adamw unscale": {"grad": "rw"},
         "reduce_adamw": {"grad": "r", "received": "r"},
         "add_rows_adamw": {"received": "r" * ROWS},
-        f"add_rows_adamw{IN_A_BUCKET}": {"received": "r" * (ROWS - 1), "staged": "r"},
+        f"add_rows_adamw{IN_A_BUCKET}": {"received": "r" * (ROWS - 1), "received or staged": "r"},
     }
     for kernel, weight, moment, gradient in product(moved, WEIGHTS, MOMENTS, ("fp32", "bf16")):
         unscale = kernel == "adamw unscale"
         grads = {name: Use(gradient, each) for name, each in moved[kernel].items()}
+        if IN_A_BUCKET in kernel:
+            grads["staged"] = Use(gradient, "", 0)
         if "received" in grads:
             grads["bad"] = Use("i32", "w", 0)
         uses = {**WEIGHTS[weight], **MOMENTS[moment], **grads, **TABLES}
@@ -196,7 +198,7 @@ def sums() -> Iterator[Case]:
         w, o = DTYPES[wire].itemsize, DTYPES[out].itemsize
         uses = {"out": Use(out, "w"), "rows": Use(wire, "r" * (ROWS - staged))}
         if staged:
-            uses["staged"] = Use(wire, "r")
+            uses |= {"rows or staged": Use(wire, "r"), "staged": Use(wire, "", 0)}
         flags = {"UNROLL": ROWS, "NATIVE": native, "DIVIDE": out != "i8", "STATS": out != "i8"}
         flags["STAGED"] = -1 if tree else staged
         bytes_: float = ROWS * w + o
@@ -217,8 +219,10 @@ def statistics() -> Iterator[Case]:
         block = stats_block(torch.empty(0, device="meta"))
         uses = {"x": Use(dtype, "r"), "stats": Use(wide, "ww", block)}
         yield Case("stats", dtype, _stats_kernel, uses, size + 2 * DTYPES[wide].itemsize / block, block, flags)
-        uses = {"x": Use(dtype, "rw"), "factor": Use("fp32", "r", 0)}
+        uses, flags = {"x": Use(dtype, "rw"), "factor": Use("fp32", "r", 0)}, {**flags, "RUNS": 0, "ALIGNED": False}
         yield Case("scale", dtype, _scale_kernel, uses, 2 * size, _block(dtype), flags)
+        uses, flags = {**uses, "table": Use("i64", "r", 0)}, {**flags, "RUNS": 64, "ALIGNED": True}
+        yield Case("scale_all", dtype, _scale_kernel, uses, 2 * size, _block(dtype), flags)
 
 
 def casts() -> Iterator[Case]:

@@ -18,6 +18,8 @@ from shardlite.comm import context
 from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams
 
 Clock = Counter[int]
+Node = tuple[int, int]
+"""An operation: the number of its stream, and its number there."""
 
 
 @dataclass(eq=False)
@@ -28,6 +30,8 @@ class Stream:
     name: str
     number: int
     clock: Clock = field(default_factory=Counter)
+    ends: set[Node] = field(default_factory=set)
+    """The nodes of the captured graph that the next one depends on."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         """Record an event, or a new one, and return it."""
@@ -39,8 +43,11 @@ class Stream:
         """Put this stream behind an event."""
         self.gpu.calls["events waited for"] += 1
         assert event.clock is not None, "it was not recorded, so a wait for it is none"
+        if event.is_captured and (event.capture != self.gpu.captures or not self.gpu.captured):
+            raise RuntimeError("operation not permitted on an event last recorded in a capturing stream")
         self.gpu.capture(self, behind_captured=event.is_captured)
         self.clock |= event.clock
+        self.ends |= event.ends
 
     def wait_stream(self, other: "Stream") -> None:
         """Put this stream behind another."""
@@ -51,6 +58,9 @@ class Stream:
         self.gpu.check_captured(self, "an operation")
         self.clock |= self.gpu.host
         self.clock[self.number] += 1
+        if self.gpu.captured:
+            node = self.number, self.clock[self.number]
+            self.gpu.edges[node], self.ends = self.ends, {node}
         return self.clock[self.number]
 
 
@@ -62,6 +72,10 @@ class Event:
     clock: Clock | None = None
     asked: int = 0
     is_captured: bool = False
+    capture: int = 0
+    """Number of captures that had begun when it was recorded."""
+
+    ends: set[Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.gpu.calls["events created"] += 1
@@ -70,7 +84,8 @@ class Event:
         """Be the moment in which a stream, by default the current one, is now."""
         self.gpu.calls["events recorded"] += 1
         stream = stream or self.gpu.current()
-        self.clock, self.is_captured = Counter(stream.clock), stream in self.gpu.captured
+        self.clock, self.is_captured, self.asked = Counter(stream.clock), stream in self.gpu.captured, 0
+        self.capture, self.ends = self.gpu.captures, set(stream.ends)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Put a stream, by default the current one, behind this event."""
@@ -78,6 +93,7 @@ class Event:
 
     def query(self) -> bool:
         """Return whether it is over: so it is when it has been asked for `Cuda.lag` times."""
+        self.gpu.refuse_in_capture("an event is queried")
         self.gpu.waits["query"] += 1
         self.asked += 1
         if self.asked <= self.gpu.lag:
@@ -88,6 +104,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Put the host behind this event."""
+        self.gpu.refuse_in_capture("the host waits for an event")
         self.gpu.waits["synchronize"] += 1
         self.gpu.host |= self.clock or Counter()
 
@@ -108,6 +125,15 @@ class Cuda:
 
         self.captured: set[Stream] = set()
         """The streams of which a CUDA graph is captured now."""
+
+        self.edges: dict[Node, set[Node]] = {}
+        """For each operation of the latest capture, those that it depends on directly."""
+
+        self.captures = 0
+        """Number of captures so far."""
+
+        self._refused = ""
+        self._origin: Stream | None = None
 
         self.is_elsewhere = False
         """Whether what runs now runs on another thread than the program's."""
@@ -176,29 +202,53 @@ class Cuda:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Capture a CUDA graph as PyTorch does, on a stream of its own. What CUDA refuses is an error."""
-        origin = self.stream("captured")
+        """Capture a CUDA graph as PyTorch does, on a stream for captures.
+
+        Raises:
+            RuntimeError: something that CUDA refuses in a capture. As in PyTorch, all that follows is refused, too, and
+                the stream of the capture stays the current one.
+        """
+        origin = self._origin = self._origin or self.stream("captured")
         for stream in self._streams:  # PyTorch waits for the GPU before
             self.host |= stream.clock
+            stream.ends = set()
+        self.edges, self._refused = {}, ""
+        self.captures += 1
         with self.on(origin):
             self.captured, waits = {origin}, Counter(self.waits)
             try:
                 yield
-                assert self.waits == waits, f"the host has waited: {self.waits - waits}"
+                if self.waits != waits:
+                    self.refuse_in_capture(f"the host waits: {self.waits - waits}")
                 unjoined = [each.name for each in self.captured if origin.clock[each.number] < each.clock[each.number]]
-                assert not unjoined, f"not joined to the stream of the capture: {unjoined}"
+                if unjoined:
+                    self.refuse_in_capture(f"not joined to the stream of the capture: {unjoined}")
             finally:
                 self.captured = set()
+        if self._refused:  # the program has caught the error
+            raise RuntimeError(f"operation failed due to a previous error during capture: {self._refused}")
+
+    def refuse_in_capture(self, what: str) -> None:
+        """Refuse what CUDA refuses while a graph is captured.
+
+        Raises:
+            RuntimeError: a graph is captured.
+        """
+        if self.captured:
+            self._refused = self._refused or what
+            raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
     def capture(self, stream: Stream, *, behind_captured: bool) -> None:
         """Capture a stream, too, that waits for one that is captured."""
+        if not behind_captured and stream in self.captured:
+            self.refuse_in_capture(f"{stream.name} is put behind what is not captured")
         if self.captured and behind_captured:
             self.captured.add(stream)
-        assert behind_captured or stream not in self.captured, f"{stream.name} is put behind what is not captured"
 
     def check_captured(self, stream: Stream, what: str) -> None:
         """Check that, while a graph is captured, it captures what a stream does."""
-        assert not self.captured or stream in self.captured, f"{what} of {stream.name} is not captured"
+        if self._refused or (self.captured and stream not in self.captured):
+            self.refuse_in_capture(self._refused or f"{what} of {stream.name} is not captured")
 
 
 @dataclass

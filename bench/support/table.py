@@ -29,6 +29,7 @@ RENDERERS = {
     "kernels": "shardlite.lab.table:differences",
     "optimizers": "bench.optimizers.run:render",
     "gpu": "bench.gpu.table:render",
+    "gpu-ranks": "bench.gpu.several.table:render",
     "notice": "bench.faults.notice:render",
     "restart": "bench.faults.restart:render",
     "optimizers-losses": "bench.optimizers.losses:render",

@@ -31,7 +31,7 @@ from .noise import keys
 from .quantize import dequantize, dequantize_reference, quantize, quantize_reference
 from .rows import add_rows, add_rows_reference
 from .scalars import Hyper, Scalars, Table, adamw_scalars, adamw_scalars_reference, hyper_table, is_here, send
-from .scale import scale, scale_reference
+from .scale import scale, scale_all, scale_reference
 from .signals import PROGRAMS, Peers, flag_numel, ring_failure, slots_nbytes
 from .split import join, join_reference, joined, split, split_reference
 from .state import State

@@ -56,7 +56,8 @@ from .rows import (
     arguments_of,
     check_rows,
     count_staged,
-    stride_of,
+    numel_of,
+    row_of,
     sum_rows,
     sum_tree,
 )
@@ -79,7 +80,8 @@ def _adamw_kernel(
     begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
-    staged_stride: tl.tensor,
+    shift: tl.tensor,
+    start: tl.tensor,
     divisor: float,
     n: tl.tensor,
     UNROLL: tl.constexpr,
@@ -96,8 +98,8 @@ def _adamw_kernel(
         if STAGED == TREE:
             total = sum_tree(received_ptr, offsets, mask, stride, 0, UNROLL, False)
         else:
-            strides = stride, staged_stride
-            total = sum_rows(received_ptr, staged_ptr, offsets, mask, begin, count, *strides, UNROLL, STAGED, False)
+            places = begin, count, stride, shift, start
+            total = sum_rows(received_ptr, staged_ptr, offsets, mask, *places, UNROLL, STAGED, False)
         total = tl.div_rn(total, divisor)
     else:
         total = load_fp32(grad_ptr, offsets, mask)
@@ -232,6 +234,7 @@ def add_rows_adamw(
     divisor: int = 1,
     bad: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Update weights and moments in place with the gradient that `add_rows` computes. The gradient is never stored.
 
@@ -242,16 +245,16 @@ def add_rows_adamw(
         first: as for `add_rows`.
         divisor: from 1 to 2^24.
         bad: as for `adamw`.
-        staged: as for `add_rows`.
+        staged, start: as for `add_rows`.
 
     Raises:
         ValueError: as for `adamw` and `add_rows`.
     """
     check_rows("add_rows_adamw", rows, first, staged)
-    check_step("add_rows_adamw", state, table, rows[0])
+    check_step("add_rows_adamw", state, table, row_of(rows, staged, start, state.param.numel()))
     check_divisor("add_rows_adamw", divisor)
     rows, unroll = arguments_of(rows, first)
-    _launch(state, table, bad, received=rows, staged=staged, divisor=divisor, first=first, unroll=unroll)
+    _launch(state, table, bad, received=rows, staged=staged, start=start, divisor=divisor, first=first, unroll=unroll)
 
 
 def adamw_reference(
@@ -305,10 +308,11 @@ def add_rows_adamw_reference(
     divisor: int = 1,
     bad: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Specification of `add_rows_adamw`."""
-    grad = torch.empty_like(rows[0], dtype=torch.float32)
-    add_rows_reference(grad, rows, first, divisor, staged=staged)
+    grad = torch.empty_like(state.param, dtype=torch.float32)
+    add_rows_reference(grad, rows, first, divisor, None, staged, start)
     adamw_reference(state, grad, table, bad=bad)
 
 
@@ -320,6 +324,7 @@ def _launch(
     grad: Tensor | None = None,
     received: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
     divisor: int = 1,
     unscale: bool = False,
     first: int | None = 0,
@@ -327,16 +332,19 @@ def _launch(
 ) -> None:
     """Launch the kernel with `grad` [S], with `grad` and `received` [S], or only with rows.
 
-    The rows are in `received` [W, S], and in `staged` [G, S] if it is not `None`.
+    The rows are in `received` [W, S], and in `staged` [D] if it is not `None`.
     """
-    count, stride = (len(received), received.stride(0)) if grad is None and received is not None else (0, 0)
+    count = stride = number = 0
+    if grad is None and received is not None:
+        count, stride, number = len(received), received.stride(0), count_staged(received, staged, first)
     launch(
         _adamw_kernel,
-        *(state, table, grad, received, staged, bad, first or 0, count, stride, stride_of(staged), float(divisor)),
+        *(state, table, grad, received, staged, bad, first or 0, count, stride, numel_of(staged), start),
+        float(divisor),
         n=state.param.numel(),
         block=block_of(state, grad, received, unscale=unscale),
         UNROLL=unroll,
-        STAGED=count_staged(staged, first),
+        STAGED=number,
         UNSCALE=unscale,
     )
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import zip_longest
+from functools import cached_property, partial
 from math import inf, sqrt
 from typing import Any
 from weakref import WeakSet
@@ -25,7 +24,7 @@ from .adamw import GRADIENTS
 from .hop import hop
 from .launch import check_flat
 from .moments import encode
-from .rows import add_rows, check_rows
+from .rows import add_rows, check_rows, row_of
 from .scalars import Hyper, Table
 from .split import join_on_cpu, split_on_cpu
 from .state import State
@@ -126,6 +125,11 @@ class CpuStep:
             raise ValueError(f"adamw_cpu: update numbers start at 1, got {self.number}")
         self.hyper.check()
 
+    @cached_property
+    def operator(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+        """Function that updates tensors by PyTorch's operator, and divides gradients by `grad_scale`."""
+        return _operator(self, self.grad_scale)
+
 
 def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None = None) -> None:
     """Update weights and moments in place with a gradient.
@@ -142,7 +146,7 @@ def adamw_cpu(state: State, grad: Tensor, step: CpuStep, *, bad: Tensor | None =
     weight = _check("adamw_cpu", state, step, grad)
     _look(grad, bad)
     if state.exact and grad.dtype == weight and step.factor == 1 and step.hyper.max_update == inf:
-        _operator(step, step.grad_scale)(state.param, grad, state.exp_avg, state.exp_avg_sq)
+        step.operator(state.param, grad, state.exp_avg, state.exp_avg_sq)
     else:
         _by_chunks(state, (_unscaled(chunk, weight, step) for chunk in torch.split(grad, _chunk_of(state))), step)
 
@@ -178,6 +182,7 @@ def add_rows_adamw_cpu(
     divisor: int = 1,
     bad: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Update weights and moments in place with the gradient that `add_rows` computes, chunk by chunk.
 
@@ -188,20 +193,19 @@ def add_rows_adamw_cpu(
         first: as for `add_rows`.
         divisor: from 1 to 2^24.
         bad: as for `adamw_cpu`.
-        staged: as for `add_rows`.
+        staged, start: as for `add_rows`.
 
     Raises:
         ValueError: as for `adamw_cpu` and `add_rows`.
     """
     check_rows("add_rows_adamw_cpu", rows, first, staged)
-    weight = _check("add_rows_adamw_cpu", state, step, rows[0])
-    parts, staged_parts = (
-        () if each is None else torch.split(each, _chunk_of(state), dim=1) for each in (rows, staged)
+    numel, chunk = state.param.numel(), _chunk_of(state)
+    weight = _check("add_rows_adamw_cpu", state, step, row_of(rows, staged, start, numel))
+    places = (
+        {"rows": rows[:, at : at + chunk]} if staged is None else {"rows": rows, "staged": staged, "start": start + at}
+        for at in range(0, numel, chunk)
     )
-    sums = (
-        partial(add_rows, rows=part, first=first, divisor=divisor, staged=other)
-        for part, other in zip_longest(parts, staged_parts)
-    )
+    sums = (partial(add_rows, first=first, divisor=divisor, **each) for each in places)
     _by_chunks(state, _sums(sums, state, weight, bad), step)
 
 

@@ -4,19 +4,21 @@ Rank `k` has one row from each rank, which contains that rank's summand of segme
 order `k+1, k+2, ..., k`, and `add_rows` adds the rows in the same order, from row `first = k+1` on. Partial sums are
 rounded to the dtype of the rows, in which a ring would send partial sums. So the result has the bits of the ring.
 
-If ranks exchange their summands inside their buckets (`shardlite/comm/transport/group_collectives.py`), the rows lie in
-the reverse order, and `G` of them in `staged` [G, S]. The kernel then walks back from row `first`, and adds the staged
-rows before the last row of this walk, which is the order of the ring again:
+If ranks exchange their summands inside their buckets (`shardlite/comm/transport/group_collectives.py`), the summands
+that a rank receives follow each other, the one of the previous rank first. The first `D` elements of this stream are in
+`staged` [D], the others in the bucket, from row `k+1` on and around its end. The kernel adds them from the last to the
+first, and then row `k`, which is the order of the ring again:
 
-    W=5, G=1, k=0              row 0   row 1   row 2   row 3   row 4   staged
-    has the summand of rank    0       3       2       1       -       4          first = 3: row 3, 2, 1, staged, 0
+    W=5, k=0, D=S              row 0   row 1   row 2   row 3   row 4   staged
+    has the summand of rank    0       3       2       1       -       4
+    W=3, k=0, D=S/2            0 0     2 1     1 -                     2          a summand in two places
 
 With `first=None` the rows are added as a balanced binary tree instead, `((0 + 1) + (2 + 3)) + ...`, which is the order
 of recursive halving. A row may itself be the sum of a balanced tree. The result then has the bits of the larger tree.
 
 Bytes per element: each summand is read once and `out` is written once, which is `4 * W + 4` in fp32. Statistics of
 `out` cost 8 bytes per block.
-Legend: `W` ranks and rows, `G` staged rows, `S` elements, `P` rows of statistics (`stats.py`).
+Legend: `W` ranks and rows, `S` elements, `D` staged elements, `P` rows of statistics (`stats.py`).
 """
 
 # ruff: noqa: N803 (compile-time constants of a kernel are written in capitals)
@@ -30,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .hop import NATIVE_DTYPES, check_hop, divided_reference, dtype_of_sums, hop_cpu, write_mean
-from .launch import CPU_CHUNK, block_size, constexpr, jit, launch, tl, use_triton
+from .launch import CPU_CHUNK, block_size, check_flat, constexpr, jit, launch, tl, use_triton
 from .rounding import as_stored, load_wide
 from .stats import stats_block, stats_cpu, stats_reference
 
@@ -45,32 +47,32 @@ TREE = constexpr(_TREE)
 
 
 @jit
-def _following(row: tl.tensor, i: tl.tensor, count: tl.tensor, STAGED: tl.constexpr) -> tl.tensor:
-    """Return the row at place `i` of the walk over `count` rows, given the row before. Staged rows keep its place."""
-    if STAGED == 0:
-        return tl.where(row + 1 < count, row + 1, 0)
-    else:
-        return tl.where(i < count - STAGED, tl.where(row > 0, row - 1, count - 1), row)
-
-
-@jit
-def _pointer(
+def _pointers(
     rows_ptr: tl.tensor,
     staged_ptr: tl.tensor,
-    row: tl.tensor,
+    offsets: tl.tensor,
     i: tl.tensor,
+    begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
-    staged_stride: tl.tensor,
+    shift: tl.tensor,
+    start: tl.tensor,
     STAGED: tl.constexpr,
 ) -> tl.tensor:
-    """Return the pointer to the row that is added at place `i` of `count` rows: row `row`, or a staged row."""
-    if STAGED == 0:
-        return rows_ptr + row * stride
-    else:
-        staged = tl.full((), 0, tl.int64) + (count - 2 - i)
-        is_staged = (i >= count - 1 - STAGED) & (i < count - 1)
-        return tl.where(is_staged, staged_ptr + staged * staged_stride, rows_ptr + row * stride)
+    """Return pointers to the elements at `offsets` of the summand that is added at place `i` of `count`."""
+    row = begin.to(tl.int64) + i
+    row = tl.where(row < count, row, row - count)
+    offsets += start
+    pointers = rows_ptr + row * stride + offsets
+    if STAGED > 0:
+        length = stride.to(tl.int64)
+        received = (count - 2 - i) * length + offsets  # places in the stream of received elements
+        place = begin * length + received - shift
+        place = tl.where(place < count * length, place, place - count * length)
+        # Which summands may be staged is known when the kernel is compiled, if the rows are added without a loop.
+        staged = (i >= count - 1 - STAGED) & (received < shift)
+        pointers = tl.where(i == count - 1, pointers, tl.where(staged, staged_ptr + received, rows_ptr + place))
+    return pointers
 
 
 @jit
@@ -82,33 +84,32 @@ def sum_rows(
     begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
-    staged_stride: tl.tensor,
+    shift: tl.tensor,
+    start: tl.tensor,
     UNROLL: tl.constexpr,
     STAGED: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the sum of `count` rows, added from row `begin` on, of which the last `STAGED` before the end are staged.
+    """Return the sum of the elements at `offsets` of `count` summands, from the summand of rank `begin` on.
 
+    `STAGED` is the number of summands of which elements are staged, and `shift` the number of staged elements.
     `UNROLL` is `count`, or 0 to add the rows in a loop. With `NATIVE` rows are added in their dtype. Otherwise they are
     added in fp32, and partial sums are rounded to the dtype of the rows.
     """
     known = count if UNROLL == 0 else UNROLL
-    row = begin.to(tl.int64)
-    pointer = _pointer(rows_ptr, staged_ptr, row, 0, known, stride, staged_stride, STAGED)
-    total = load_wide(pointer, offsets, mask, NATIVE)
+    pointers = _pointers(rows_ptr, staged_ptr, offsets, 0, begin, known, stride, shift, start, STAGED)
+    total = load_wide(pointers, 0, mask, NATIVE)
     for i in tl.static_range(1, UNROLL):
         if i > 1:
             total = as_stored(rows_ptr, total, NATIVE)
-        row = _following(row, i, known, STAGED)
-        pointer = _pointer(rows_ptr, staged_ptr, row, i, known, stride, staged_stride, STAGED)
-        total += load_wide(pointer, offsets, mask, NATIVE)
+        pointers = _pointers(rows_ptr, staged_ptr, offsets, i, begin, known, stride, shift, start, STAGED)
+        total += load_wide(pointers, 0, mask, NATIVE)
     if UNROLL == 0:
         for i in tl.range(1, count):
-            row = _following(row, i, count, STAGED)
-            pointer = _pointer(rows_ptr, staged_ptr, row, i, count, stride, staged_stride, STAGED)
+            pointers = _pointers(rows_ptr, staged_ptr, offsets, i, begin, count, stride, shift, start, STAGED)
             # In the first iteration `total` is a row, which rounding does not change.
             total = as_stored(rows_ptr, total, NATIVE)
-            total += load_wide(pointer, offsets, mask, NATIVE)
+            total += load_wide(pointers, 0, mask, NATIVE)
     return total
 
 
@@ -154,7 +155,8 @@ def _add_rows_kernel(
     begin: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
-    staged_stride: tl.tensor,
+    shift: tl.tensor,
+    start: tl.tensor,
     divisor: float,
     n: tl.tensor,
     UNROLL: tl.constexpr,
@@ -169,8 +171,8 @@ def _add_rows_kernel(
     if STAGED == TREE:
         total = sum_tree(rows_ptr, offsets, mask, stride, 0, UNROLL, NATIVE)
     else:
-        strides = stride, staged_stride
-        total = sum_rows(rows_ptr, staged_ptr, offsets, mask, begin, count, *strides, UNROLL, STAGED, NATIVE)
+        places = begin, count, stride, shift, start
+        total = sum_rows(rows_ptr, staged_ptr, offsets, mask, *places, UNROLL, STAGED, NATIVE)
     write_mean(out_ptr, stats_ptr, total, divisor, offsets, mask, NATIVE, DIVIDE, STATS)
 
 
@@ -181,41 +183,43 @@ def add_rows(
     divisor: int = 1,
     stats: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Write `(rows[first] + rows[first + 1] + ... + rows[first - 1]) / divisor` into `out`.
 
-    With `staged`, add `rows[first], rows[first - 1], ...` instead, `W - G` rows, and before the last of these
-    `staged[G - 1], ..., staged[0]`.
+    With `staged`, add the summands of an exchange inside the bucket `rows` in this order, which ends with row
+    `first - 1`.
 
     The result has the bits of adding the rows by one `hop` after the other. `hop` describes the allowed dtypes.
 
     Args:
-        out: output [S]. It may be the row that is added last.
-        rows: [W, S], one or more rows with adjacent elements.
+        out: output [S]. It may be the row that is added last. With `staged`, it may be shorter.
+        rows: [W, S], one or more rows with adjacent elements. With `staged`, rows must be adjacent, too.
         first: index of the row with which the sum begins. `None`: rows are added as a balanced binary tree, and `W`
             must be a power of two.
         divisor: as for `hop`.
         stats: optional output [P, 2]: statistics of the stored `out`.
-        staged: optional rows [G, S] that are outside of `rows`, from 1 to `W - 1`.
+        staged: optional [D], the first received elements, from 1 to `(W - 1) * S`.
+        start: with `staged`, the element of the summands that belongs to `out[0]`.
 
     Raises:
         ValueError: as for `hop`; there is no row `first`; `first` is `None` and `W` is not a power of two; or `staged`
             does not fit `rows` or a tree.
     """
-    _check("add_rows", out, rows, first, divisor, stats, staged)
+    _check("add_rows", out, rows, first, divisor, stats, staged, start)
     if not use_triton(out):
-        _add_rows_cpu(out, rows, first, divisor, staged)
+        _add_rows_cpu(out, rows, first, divisor, staged, start)
         if stats is not None:
             stats_cpu(out, stats)
         return
     rows, unroll = arguments_of(rows, first)
     launch(
         _add_rows_kernel,
-        *(out, rows, staged, stats, first or 0, len(rows), rows.stride(0), stride_of(staged), float(divisor)),
+        *(out, rows, staged, stats, first or 0, len(rows), rows.stride(0), numel_of(staged), start, float(divisor)),
         n=out.numel(),
         block=block_size(out, rows) if stats is None else stats_block(out),
         UNROLL=unroll,
-        STAGED=count_staged(staged, first),
+        STAGED=count_staged(rows, staged, first),
         NATIVE=out.dtype in NATIVE_DTYPES,
         DIVIDE=divisor > 1,
         STATS=stats is not None,
@@ -229,9 +233,10 @@ def add_rows_reference(
     divisor: int = 1,
     stats: Tensor | None = None,
     staged: Tensor | None = None,
+    start: int = 0,
 ) -> None:
     """Specification of `add_rows`."""
-    _check("add_rows", out, rows, first, divisor, stats, staged)
+    _check("add_rows", out, rows, first, divisor, stats, staged, start)
     accumulate = dtype_of_sums(out)
     if first is None:
         sums = rows.to(accumulate)
@@ -240,7 +245,12 @@ def add_rows_reference(
             sums = sums[::2] + sums[1::2]
         total = sums[0]
     else:
-        total, *others = torch.stack(in_ring_order(rows, first, staged)).to(accumulate)
+        summands = rows.roll(-first, 0)
+        if staged is not None:
+            received = torch.cat([staged, summands.flatten()])[: summands[1:].numel()]  # of the previous rank first
+            summands = torch.cat([received.view_as(summands[1:]).flip(0), summands[-1:]])
+            summands = summands[:, start : start + out.numel()]
+        total, *others = summands.to(accumulate)
         for other in others:
             total = total.to(rows.dtype).to(accumulate) + other
     out.copy_(divided_reference(total, divisor))
@@ -248,24 +258,36 @@ def add_rows_reference(
         stats_reference(out, stats)
 
 
-def in_ring_order(rows: Tensor, first: int, staged: Tensor | None) -> list[Tensor]:
-    """Return the rows [S] in the order in which they are added."""
+def in_ring_order(rows: Tensor, first: int, staged: Tensor | None, start: int, stop: int) -> list[Tensor]:
+    """Return elements `start` to `stop` of the summands, in the order in which they are added.
+
+    With `staged` [D], these elements must be on one side of element `D % S`, so that they are in one place.
+    """
     if staged is None:
-        return [*rows[first:], *rows[:first]]
-    *others, own = (rows[first - i] for i in range(len(rows) - len(staged)))
-    return [*others, *reversed(staged.unbind()), own]
+        return [*rows[first:, start:stop], *rows[:first, start:stop]]
+    count, length = rows.shape
+    moved, found = rows.view(-1), []
+    for at in range((count - 2) * length + start, -1, -length):
+        place = (first * length + at - len(staged)) % rows.numel()
+        found.append((staged[at:] if at < len(staged) else moved[place:])[: stop - start])
+    return [*found, rows[first - 1, start:stop]]
 
 
-def count_staged(staged: Tensor | None, first: int | None) -> int:
-    """Return the number of staged rows, or `TREE` if rows are added as a tree."""
+def count_staged(rows: Tensor, staged: Tensor | None, first: int | None) -> int:
+    """Return the number of summands of which elements are staged, or `TREE` if rows are added as a tree."""
     if first is None:
         return _TREE
+    return 0 if staged is None else -(-len(staged) // max(rows.shape[1], 1))
+
+
+def row_of(rows: Tensor, staged: Tensor | None, start: int, numel: int) -> Tensor:
+    """Return a tensor [numel] like each summand, or one of another length if the rows do not fit."""
+    return rows[0] if staged is None else rows[0, start : start + numel]
+
+
+def numel_of(staged: Tensor | None) -> int:
+    """Return the number of staged elements."""
     return 0 if staged is None else len(staged)
-
-
-def stride_of(staged: Tensor | None) -> int:
-    """Return the distance of staged rows, or 0 if there are none."""
-    return 0 if staged is None else staged.stride(0)
 
 
 def check_rows(who: str, rows: Tensor, first: int | None, staged: Tensor | None = None) -> None:
@@ -275,10 +297,9 @@ def check_rows(who: str, rows: Tensor, first: int | None, staged: Tensor | None 
         ValueError: `rows` is not 2-D with adjacent elements; there is no row `first`; `first` is `None` and the number
             of rows is not a power of two; or `staged` does not fit `rows` or a tree.
     """
-    for name, each in (("rows", rows), ("staged", staged)):
-        if each is not None and (each.dim() != 2 or (each.shape[1] > 1 and each.stride(1) != 1)):
-            got = f"shape {tuple(each.shape)}, strides {each.stride()}"
-            raise ValueError(f"{who}: {name} must be 2-D with adjacent elements, got {got}")
+    if rows.dim() != 2 or (rows.shape[1] > 1 and rows.stride(1) != 1):
+        got = f"shape {tuple(rows.shape)}, strides {rows.stride()}"
+        raise ValueError(f"{who}: rows must be 2-D with adjacent elements, got {got}")
     if staged is not None:
         _check_staged(who, rows, first, staged)
     if first is None and len(rows).bit_count() != 1:
@@ -288,13 +309,10 @@ def check_rows(who: str, rows: Tensor, first: int | None, staged: Tensor | None 
 
 
 def _check_staged(who: str, rows: Tensor, first: int | None, staged: Tensor) -> None:
-    if first is None or not 1 <= len(staged) < len(rows):
-        raise ValueError(f"{who}: {len(staged)} staged rows do not fit {len(rows)} rows from row {first}")
-    if (staged.shape[1], staged.dtype, staged.device) != (rows.shape[1], rows.dtype, rows.device):
-        raise ValueError(
-            f"{who}: staged must have {rows.shape[1]} elements of {rows.dtype} on {rows.device}, "
-            f"got {staged.shape[1]} of {staged.dtype} on {staged.device}"
-        )
+    check_flat(who, "staged", staged, (rows.dtype,), numel=len(staged), device=rows.device)
+    if first is None or not rows.is_contiguous() or not 1 <= len(staged) <= rows[1:].numel():
+        got = f"shape {tuple(rows.shape)}, strides {rows.stride()}"
+        raise ValueError(f"{who}: {len(staged)} staged elements do not fit rows of {got}, added from row {first}")
 
 
 def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int]:
@@ -317,27 +335,31 @@ def _check(
     divisor: int,
     stats: Tensor | None,
     staged: Tensor | None,
+    start: int,
 ) -> None:
     check_rows(who, rows, first, staged)
-    row = rows[0]  # as every other row
+    row = row_of(rows, staged, start, out.numel())
     check_hop(who, out, row, row, divisor, stats)
 
 
-def _add_rows_cpu(out: Tensor, rows: Tensor, first: int | None, divisor: int, staged: Tensor | None) -> None:
+def _add_rows_cpu(
+    out: Tensor, rows: Tensor, first: int | None, divisor: int, staged: Tensor | None, start: int
+) -> None:
     if len(rows) == 1:
         out.copy_(rows[0] if divisor == 1 else rows[0].to(dtype_of_sums(out)) / divisor)
         return
     memory = torch.empty_like(rows[0, :CPU_CHUNK])
-    for start in range(0, out.numel(), CPU_CHUNK):
-        here = slice(start, start + CPU_CHUNK)
-        part = rows[:, here]
-        if first is None:
-            half = len(part) // 2
-            received, own = _tree_cpu(part[:half]), _tree_cpu(part[half:])
-        else:
-            summands = in_ring_order(part, first, None if staged is None else staged[:, here])
-            received, own = _ring_cpu(summands, memory[: part.shape[1]])
-        hop_cpu(out[start : start + CPU_CHUNK], received, own, divisor)
+    stop = start + out.numel()
+    cut = stop if staged is None else min(max(start, len(staged) % rows.shape[1]), stop)
+    for begin, end in ((start, cut), (cut, stop)):
+        for low in range(begin, end, CPU_CHUNK):
+            high = min(low + CPU_CHUNK, end)
+            if first is None:
+                half = len(rows) // 2
+                received, own = _tree_cpu(rows[:half, low:high]), _tree_cpu(rows[half:, low:high])
+            else:
+                received, own = _ring_cpu(in_ring_order(rows, first, staged, low, high), memory[: high - low])
+            hop_cpu(out[low - start : high - start], received, own, divisor)
 
 
 def _ring_cpu(rows: Sequence[Tensor], memory: Tensor) -> tuple[Tensor, Tensor]:

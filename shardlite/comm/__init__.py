@@ -40,7 +40,7 @@ from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition
 from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
 from shardlite.comm.shm.rendezvous import host_name
-from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, make_queue, submit_in_turn
+from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, finished, make_queue, submit_in_turn
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport

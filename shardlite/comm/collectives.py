@@ -138,7 +138,7 @@ class StoreMean(NamedTuple):
             block = stats_block(part)
             part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
         if isinstance(received, Rows):
-            add_rows(part, received.rows, received.first, self.divisor, stats, received.staged)
+            add_rows(part, received.rows, received.first, self.divisor, stats, *received[2:])
         else:
             assert own is not None, "only rows have all summands"
             hop(part, received, own, self.divisor, stats)

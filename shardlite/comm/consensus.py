@@ -31,6 +31,9 @@ class WeightVersion:
 
     number: int = 0
 
+    gathered: int = 0
+    """Number of calls of `gathered()`, which may have changed weights without a new `number`."""
+
     partial: str = ""
     """Why some weights are of one step and others of the next. Empty if all are of one step."""
 

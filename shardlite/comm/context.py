@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
+from os import getpid
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
-from shardlite.comm.traffic import NO_UNIT, Traffic
+from shardlite.comm.traffic import NO_UNIT, Tally, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
@@ -101,6 +102,7 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
+    _tallies: dict[tuple[int, str, str], Tally] = field(default_factory=dict)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
@@ -121,9 +123,14 @@ class Context:
         Raises:
             CommError: this process is a forked child, which cannot communicate.
         """
-        self.owner.check()
+        key = getpid(), what, purpose  # a forked child finds none, and is refused
+        if (tally := self._tallies.get(key)) is None:
+            self.owner.check()
+            tally = self._tallies[key] = self.traffic.tally(purpose, unit)
+        else:
+            tally.calls += 1
         self._numbers[what] += 1
-        tally, step = self.traffic.tally(purpose, unit), None if at_any_step else self.version.number
+        step = None if at_any_step else self.version.number
         return Operation(what, self._numbers[what], self.reports, during, tally, self.instance, step)
 
     @property

@@ -47,17 +47,23 @@ class Rows(NamedTuple):
     """The summands of all ranks in a range of a segment."""
 
     rows: Tensor
-    """A row of each rank, [W, n]."""
+    """A row of each rank, [W, n], or the bucket [W, S] in which ranks have exchanged their summands."""
 
     first: int | None = 0
     """The row that is added first, or `None` to add the rows as a balanced tree."""
 
     staged: Tensor | None = None
-    """Rows [G, n] that are outside of `rows`. `shardlite_kernels.add_rows` describes the order of the sum."""
+    """The first received elements of an exchange inside the bucket, [D]. `shardlite_kernels.add_rows` finds the rest.
+    """
+
+    start: int = 0
+    """First element of the range, after an exchange inside the bucket."""
 
     def part(self, here: slice) -> "Rows":
         """Return the summands in the part `here` of the range."""
-        return self._replace(rows=self.rows[:, here], staged=None if self.staged is None else self.staged[:, here])
+        if self.staged is None:
+            return self._replace(rows=self.rows[:, here])
+        return self._replace(start=self.start + here.start)
 
 
 class LastHop(Protocol):

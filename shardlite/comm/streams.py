@@ -160,6 +160,12 @@ class HostWork:
         return True
 
 
+_LAUNCHED = HostWork()
+"""The work of all operations that the host has launched on a stream without an error."""
+
+with _LAUNCHED:
+    pass
+
 _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
 
 
@@ -386,6 +392,9 @@ class CudaStreamQueue:
         self.has_thread = thread is not None
         """Whether a thread launches the operations."""
 
+        self._free: list[Moment] = []
+        """Events for which no operation waits from now on. Recording one again does not change former waits for it."""
+
         # At the end of the queue, the home stream waits for this stream, before the model's memory is freed.
         weakref.finalize(self, program.wait_outside_captures, self._stream).atexit = False
 
@@ -395,22 +404,33 @@ class CudaStreamQueue:
         `behind` is the moment in the current stream's work that the operations wait for. By default, they wait for all
         work submitted until now.
         """
-        begin = behind or self.moment()
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        begin, end = behind or self.event(), self.event()
+        if behind is None:
+            torch.cuda.current_stream(self._device).record_event(begin)
 
         def on_stream() -> None:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream), torch.no_grad():
                 self._stream.wait_event(begin)
+                if behind is None:
+                    self._free.append(begin)
                 for operation in operations:
                     operation()
                 end.record(self._stream)
 
         if self._thread is not None:
-            return _StreamWork(self._device, end, self._thread.submit(on_stream))
-        host = HostWork()
-        with host:  # stores an error in the work, as a thread does
+            return _StreamWork(self._device, end, self._thread.submit(on_stream), self._free)
+        host = _LAUNCHED
+        try:
             on_stream()
-        return _StreamWork(self._device, end, host)
+        except BaseException:
+            host = HostWork()
+            with host:  # stores the error in the work, as a thread does
+                raise
+        return _StreamWork(self._device, end, host, self._free)
+
+    def event(self) -> Moment:
+        """Return an event to record, one of an earlier operation if possible."""
+        return self._free.pop() if self._free else torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def moment(self) -> Moment:
         """Return the end of the work submitted to the current stream until now."""
@@ -428,28 +448,42 @@ class CudaStreamQueue:
             yield
 
 
+def finished() -> HostWork:
+    """Return an operation that has succeeded."""
+    work = HostWork()
+    with work:
+        pass
+    return work
+
+
 class _StreamWork:
     """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
 
     succeeded = False
     """As in `HostWork`. The results must not be used without a wait, which orders streams."""
 
-    def __init__(self, device: torch.device, end: torch.cuda.Event, host: HostWork) -> None:
+    def __init__(self, device: torch.device, end: Moment, host: HostWork, free: list[Moment]) -> None:
+        """Initialize. When nothing refers to this work any more, `end` is added to the events `free`."""
         self._device = device
         self._end = end
         self._host = host
+        self._free = free
+
+    def __del__(self) -> None:
+        self._free.append(self._end)
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Let the current stream wait for the results, or raise the operation's error.
 
         The host waits until the operation was launched. In a long wait, the host calls `meanwhile` once.
         """
-        self._host.wait(meanwhile)
+        if self._host is not _LAUNCHED:
+            self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
     def at(self, moment: Moment) -> "_StreamWork":
         """Return the part of this work that ends at a moment of the stream. The host has launched the whole work."""
-        return _StreamWork(self._device, moment, self._host)
+        return _StreamWork(self._device, moment, self._host, self._free)
 
     def done(self) -> bool:
         """Return whether the operation has ended."""
@@ -496,6 +530,6 @@ def submit_in_turn(
     """Queue two operations, and return the work of each. If the host launches them at once, they are submitted once."""
     if not isinstance(queue, CudaStreamQueue) or queue.has_thread:
         return queue.submit(first, behind=behind), queue.submit(then, behind=behind)
-    between = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    between = queue.event()
     both = queue.submit(first, between.record, then, behind=behind)
     return both.at(between), both

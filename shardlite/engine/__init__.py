@@ -6,6 +6,7 @@ packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.
 """
 
 from shardlite.engine.backward import Backward, in_backward
+from shardlite.engine.capture import capture
 from shardlite.engine.conversions import (
     allow_conversions,
     cast_floats,

@@ -111,13 +111,17 @@ class Backward:
         freeze all parameters during an evaluation between two accumulating backwards, or between a forward and its
         backward (PEFT's `disable_adapter()`, for a reference model). The freeze must have no effect on the backward.
         """
+        self.prepare()
+        if not (evaluating and self._reducer.accumulates):
+            self.follow_requires_grad(frozen=not evaluating)
+
+    def prepare(self) -> None:
+        """Clean up after an exception, and let the current stream use what the former home stream has left."""
         self._stream.check_closed()
         self.repair()
         if (stream := self._streams.move_home()) is not None:
             for memory in self._kept():
                 memory.record_stream(stream)
-        if not (evaluating and self._reducer.accumulates):
-            self.follow_requires_grad(frozen=not evaluating)
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
@@ -156,7 +160,7 @@ class Backward:
         if self._parts is not None:
             self._parts.begin_backward()
         is_final = run.mode is Mode.STEP
-        run.on_first_gradient(self._begin_steps(steps=is_final), self._gatherer.in_step)
+        run.on_first_gradient(self._begin_steps(steps=is_final), self._gatherer.passes.in_step)
         if is_final:
             self._saves_memory = run.saves_memory
 
@@ -255,10 +259,15 @@ class Backward:
             )
         self.forget_forwards()
 
+    def abandon_capture(self) -> None:
+        """Forget a backward whose capture has failed. Afterwards, `repair` starts none of its reductions."""
+        if self._run is not None:
+            self._run.abandon_capture()
+
     def repair(self) -> None:
         """Clean up after a backward that ended in an exception."""
         if self._run is not None and not in_backward():
-            self._gatherer.end_pass()
+            self._gatherer.passes.end_pass()
             self._run.abandon()
             self._end(self._run)
 
@@ -287,12 +296,12 @@ class Backward:
         run = self._run
         assert run is not None, "autograd calls back once per backward"
         with self._streams.at_home():
-            self._gatherer.end_pass()  # first, because peers may still need weights before they can reduce
+            self._gatherer.passes.end_pass()  # first, because peers may still need weights before they can reduce
             if run.has_gradients and run.mode is Mode.PART:
                 run.end_part()
             elif run.has_gradients and run.mode.reduces:
                 run.finalize()
-                self._gatherer.confirm_ends()  # each rank has sent its gradient flags after the end of its pass
+                self._gatherer.passes.confirm_ends()  # each rank has sent its gradient flags after the end of its pass
             if run.has_gradients and self._parts is not None:
                 self._parts.end_backward()
             self._end(run)

@@ -80,6 +80,7 @@ class FullParameters:
             LayoutError: there is no parameter with one of these names.
         """
         units = self._units_with(names)
+        self._context.version.gathered += 1
         flats = [flat for unit in units for flat in unit.flats if flat.in_place]
         with self._held(units), ExitStack() as undo:
             undo.callback(self._gatherer.forget, units)  # the next forward must not see undone writes
@@ -96,7 +97,7 @@ class FullParameters:
     def _held(self, units: Sequence[Unit]) -> Iterator[None]:
         """Unshard the units inside the block, and make autograd save handles for computations with their parameters."""
         with ExitStack() as undo:
-            with self._gatherer.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
+            with self._gatherer.passes.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
                 for unit in units:
                     if unit.replicated:
                         continue

@@ -7,6 +7,7 @@ through `_Owner`. A flat is a flat parameter: the parameters of one kind in a un
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, not_
 from weakref import ref
 
 import torch
@@ -22,6 +23,10 @@ from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
 """A parameter's name, the first element of its shard, the end of the shard (exclusive), and the parameter's numel."""
+
+
+_hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_requires_grad_of = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True)
@@ -65,6 +70,8 @@ class Shards:
         ]
         self._by_param: dict[Tensor, _Entry] = {each.param: each for each in self.entries}
         self._by_id = {id(each.shard): each for each in self.entries}  # hashing a tensor is slower: it runs in Python
+        self._shards, self._params = ([*map(attrgetter(what), self.entries)] for what in ("shard", "param"))
+        self._checked: list[Sequence[int]] = []  # what `check` has found correct
         flats = [flat for unit in units for flat in unit.flats]
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a whole parameter."""
@@ -82,7 +89,7 @@ class Shards:
             attach(each.param, _Owner(each.slot.name, ref(self), index))
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter([each.shard for each in self.entries])  # a list, because a generator calls Python per shard
+        return iter(self._shards)
 
     def of(self, name: str, param: nn.Parameter) -> nn.Parameter:
         """Return the shard of one of the module's own parameters.
@@ -149,6 +156,8 @@ class Shards:
         Raises:
             LayoutError: a shard has new memory or a hook, or its `requires_grad` differs from that of its parameter.
         """
+        if self._look() == self._checked:
+            return
         with as_they_are():
             for each in self.entries:
                 shard, param = each.shard, each.param
@@ -168,6 +177,15 @@ class Shards:
                     )
                 if each.trainable != param.requires_grad:
                     each.follow()
+        self._checked = self._look()
+
+    def _look(self) -> list[Sequence[int]]:
+        """Return all facts that `check` compares. `map` with these functions makes no Python call per shard."""
+        with as_they_are():
+            seen: list[Sequence[int]] = [list(map(Tensor.data_ptr, self._shards))]
+            seen += [list(map(not_, map(hooks, self._shards))) for hooks in _hooks_of]
+            seen += [list(map(_requires_grad_of, each)) for each in (self._shards, self._params)]
+            return seen
 
     def before_step(self, *, hooked: bool) -> None:
         """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged.
@@ -180,7 +198,7 @@ class Shards:
 
     def after_step(self, stepped: Sequence[Tensor]) -> None:
         """Record a step. Increment the versions of stepped shards, because PyTorch's fused optimizers do not."""
-        self._trace.emit("step")
+        self._trace.emit(("step", ""))
         self._watch.after_step()
         self.mark_changed(stepped)
 

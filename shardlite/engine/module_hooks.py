@@ -249,7 +249,7 @@ class ModuleHooks:
                     self._leave_unit(unit)
             finally:
                 if frame.outermost:
-                    self._gatherer.end_pass()
+                    self._gatherer.passes.end_pass()
         return replaced
 
     def _refusal(self) -> str | None:

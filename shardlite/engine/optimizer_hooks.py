@@ -399,7 +399,7 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 def models_with(params: Iterable[Tensor]) -> list[OptimizerBridge]:
     """Return the wrapped models whose shards, or sharded parameters, are among `params`."""
-    return list(dict.fromkeys(model for param in params if (model := _models.get(id(param))) is not None))
+    return list(dict.fromkeys([model for param in params if (model := _models.get(id(param))) is not None]))
 
 
 def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:

@@ -27,7 +27,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import SPARE, Moment, Work, submit_in_turn
+from shardlite.comm import SPARE, Moment, Work, finished, submit_in_turn
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
@@ -281,6 +281,12 @@ class BackwardRun:
             self.stepping.end(self._reducer.results.after_steps(self.started, check=False))
         self._reducer.discard()
 
+    def abandon_capture(self) -> None:
+        """Forget the reductions of a capture that has failed, which run on no rank."""
+        self.has_gradients, self.held = False, None
+        for reduction in self.started[self.landed :]:
+            reduction.work = finished()
+
     def _next_unit(self) -> Unit | None:
         """Return the unit whose reduction starts next, or `None` if all have started."""
         place, units = len(self.started), self._reducer.order.units
@@ -336,6 +342,8 @@ class BackwardRun:
             reduction.bucket.clear()
             reduction.earlier = ()
             self.landed += 1
+            if self.saves_memory or self._is_root_left():
+                self._reducer.spares.clear()
             if self._is_root_left():
                 self._context.trim(keep=0 if self.saves_memory else SPARE)  # memory may peak now
 
@@ -360,13 +368,11 @@ class HostRun(BackwardRun):
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
         del late
         bucket, queue = self._buckets[unit], self._queue
-        if not bucket.full:
-            self._fill(bucket)
-        bucket.zero_the_rest()
+        self.fill_gaps(bucket)
         if self._reducer.adds_parts:
             self._reducer.add_earlier_parts(bucket, check=not died)
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
@@ -401,6 +407,11 @@ class StreamRun(BackwardRun):
         self._began = self._queue.operations.moment()
         if not self._context.transport.blocking:  # with a blocking transport, a wait of the stream would block the host
             self._in_step = in_step
+
+    def abandon_capture(self) -> None:
+        """Forget the reductions and copies of a capture that has failed."""
+        super().abandon_capture()
+        self.copying.clear()
 
     def enter(self, unit: Unit) -> None:
         """Record the moment after the latest gradient of the previous unit.
@@ -442,7 +453,7 @@ class StreamRun(BackwardRun):
         if late:
             behind = self._moments.get(unit) if self.arrivals[unit] else self._began
         bucket.begin_reduction()
-        self._context.trace.events.append(("reduce", unit.name))  # before other threads may add what follows
+        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
         first_bad = bucket.first_bad() if self._reducer.diagnose else None
         is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
         if not bucket.full:
@@ -468,7 +479,7 @@ class StreamRun(BackwardRun):
         If only the queue uses the memory (`is_queues`), the memory belongs to the queue's stream. Then the bucket can
         be released when the reduction is queued, and the next bucket can use the same memory.
         """
-        with self._queue.operations.stream() if is_queues or behind is not None else nullcontext():
+        with self._queue.operations.stream(behind) if is_queues or behind is not None else nullcontext():
             bucket.allocate(self._context.reducing[0] if is_queues else None)
 
     def _hand_over(self, reduction: Reduction) -> None:

@@ -31,10 +31,61 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context, Transport
 from shardlite.errors import PhaseError
-from shardlite.params import Flat, Gradients, Slot, Unit, as_real, check_move
+from shardlite.params import Flat, Gradients, Slot, Unit, as_real, check_move, shared, storage_key
 
 PURPOSE = "gradient buckets"
 """The ledger's purpose for the memory of buckets, and of gradients that are not yet copied to buckets."""
+
+
+_LARGEST_SPARE = 1 << 20
+"""Largest number of bytes of a bucket whose memory is kept for the next bucket. Above, to allocate takes little time
+beside the reduction, and the memory may be missed elsewhere."""
+
+
+class Memory(NamedTuple):
+    """The memory of a bucket, and all views that the bucket makes of it."""
+
+    key: object
+    """Key that equal buckets share."""
+
+    full: list[Tensor]
+    """One full buffer per flat."""
+
+    places: list[Tensor]
+    """The place of each gradient."""
+
+    padding: list[Tensor]
+    """The elements that belong to no parameter."""
+
+    uses: list[int]
+    """The number of references to the memory of each full buffer, if nobody else has a view."""
+
+    def uses_now(self) -> list[int]:
+        """Return the number of references to the memory of each full buffer."""
+        return [torch._C._storage_Use_Count(storage_key(full)) for full in self.full]
+
+
+class Spares:
+    """Memory of small buckets that were reduced, for the next equal bucket of the same backward."""
+
+    def __init__(self) -> None:
+        self._free: list[Memory] = []
+
+    def take(self, key: object) -> Memory | None:
+        """Return the memory of an equal bucket. If there is none, free all memory, because another kind follows."""
+        if self._free and self._free[-1].key is key:
+            return self._free.pop()
+        self._free.clear()
+        return None
+
+    def keep(self, memory: Memory) -> None:
+        """Keep memory that its bucket has released. Memory that became a gradient, or that is sent, is not kept."""
+        if memory.uses_now() == memory.uses:
+            self._free.append(memory)
+
+    def clear(self) -> None:
+        """Free all memory."""
+        self._free.clear()
 
 
 class PartSum(NamedTuple):
@@ -53,6 +104,9 @@ class Bucket:
     context: Context
     most_parts: int
     """Maximum number of parts in one of `sums`."""
+
+    spares: Spares
+    """Memory that all buckets of a model share."""
 
     sums: list[PartSum] = field(default_factory=list)
     """Sums over earlier parts of the global batch, in the order of the parts. Each sum has more parts than the next."""
@@ -82,6 +136,9 @@ class Bucket:
     used: set[int] = field(default_factory=set)
     """The ids of the parameters whose gradients the bucket holds."""
 
+    _memory: Memory | None = None
+    """The memory of `full`, if a later bucket may use it."""
+
     expected: int = field(init=False)
     """Number of parameters that have gradients."""
 
@@ -98,8 +155,16 @@ class Bucket:
         self.phase = to
 
     def fill(self) -> None:
-        """Allocate the full buffers, and copy early gradients into them."""
-        self.allocate()
+        """Take full buffers from `spares`, or allocate them. Then copy early gradients into them."""
+        self._memory = self.spares.take(self._key)
+        if self._memory is None:
+            self.allocate()
+            self._memory = self._small_memory()
+        else:
+            self.full, places = [*self._memory.full], self._memory.places
+            self.places = dict(zip(self._slots, places, strict=True))
+            if self.phase is Gradients.EMPTY:
+                self.move(Gradients.FILLING)
         while self.early:
             self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
@@ -118,6 +183,16 @@ class Bucket:
         self.places = dict(zip(self._slots, cut, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
+
+    def _small_memory(self) -> Memory | None:
+        """Return the memory that was allocated, or `None` if it is too large to be kept."""
+        if sum(full.nbytes for full in self.full) > _LARGEST_SPARE:
+            return None
+        both = zip(self.flats, self.full, strict=True)
+        padding = [full[start:stop] for flat, full in both for start, stop in flat.gradients.padding]
+        memory = Memory(self._key, [*self.full], [*self.places.values()], padding, [])
+        memory.uses.extend(memory.uses_now())
+        return memory
 
     def copy_in(self) -> tuple[Callable[[], None], list[Tensor]]:
         """Return a function that fills the full buffers, and the early gradients.
@@ -198,7 +273,8 @@ class Bucket:
 
     def zero_the_rest(self) -> None:
         """Zero the uninitialized elements: padding and missing gradients. Zero padding stays zero in a reduction."""
-        if gaps := self._gaps():
+        memory = self._memory if len(self.used) == self.expected else None
+        if gaps := self._gaps() if memory is None else memory.padding:
             torch._foreach_zero_(gaps)
 
     def _gaps(self) -> list[Tensor]:
@@ -249,7 +325,8 @@ class Bucket:
         """Move the gradients to the sums over earlier parts. Missing gradients and padding must be zero."""
         self.sums.append(PartSum(self._add_sums(), self.full))
         self.used_earlier |= self.used
-        self.full, self.places, self.used = [], {}, set()
+        self.release()
+        self.used = set()
         self.move(Gradients.EMPTY)
 
     def add_earlier_parts(self) -> int:
@@ -290,14 +367,18 @@ class Bucket:
             for index, slot in zip(flat.trainable_slots, flat.gradients.slots, strict=True)
         }
         self.expected = len(self._slots)
+        self._key = shared(tuple((flat.reduce, flat.gradients.places_key) for flat in self.flats))
 
     def release(self) -> None:
         """Drop the references to the full buffers, because their memory may now belong to the gradients of shards."""
-        self.full, self.places = [], {}
+        self.full, self.places, self._memory = [], {}, None
 
     def clear(self) -> None:
-        """Empty the bucket."""
+        """Empty the bucket. After a reduction, `spares` may keep the memory."""
+        memory = self._memory
         self.release()
+        if memory is not None and self.phase is Gradients.REDUCING:
+            self.spares.keep(memory)
         self.early.clear()
         self.used.clear()
         self.sums.clear()

@@ -19,10 +19,11 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import new_stats, scale, stats, stats_block, use_triton
+from shardlite_kernels import new_stats, scale_all, stats, stats_block, use_triton
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -30,6 +31,8 @@ from shardlite.comm import Context, all_gather
 from shardlite.errors import LayoutError, check_number
 from shardlite.grads.flags import largest
 from shardlite.params import ALIGN, Flat, as_real, as_they_are, round_up
+
+_version_of = attrgetter("_version")  # `map` with this function makes no Python call per tensor
 
 
 class Squares(NamedTuple):
@@ -45,7 +48,7 @@ class Squares(NamedTuple):
 class ReducedNorm:
     """The gradients of one reduction of a whole model, and the sums of their squares."""
 
-    def __init__(self, squares: Mapping[Flat, Squares], graded: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+    def __init__(self, squares: Mapping[Flat, Squares], graded: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
         """Record gradients.
 
         Args:
@@ -54,7 +57,9 @@ class ReducedNorm:
         """
         self._squares = squares
         # Keys are `id`s, because the hash of a tensor is computed in Python.
-        self._marks = {id(shard): (weakref.ref(grad), grad._version) for shard, grad in graded}
+        shards, grads = zip(*graded, strict=True) if graded else ((), ())
+        marks = zip(map(weakref.ref, grads), map(_version_of, grads), strict=True)
+        self._marks = dict(zip(map(id, shards), marks, strict=True))
         self._written = False
 
     def forget(self) -> None:
@@ -64,14 +69,15 @@ class ReducedNorm:
     def are_all(self, shards: Collection[nn.Parameter]) -> bool:
         """Return whether the gradients of `shards` are the recorded tensors, even if their values have changed."""
         marks = self._marks
-        same = all(id(shard) in marks and marks[id(shard)][0]() is shard.grad for shard in shards)
-        return same and len(shards) == len(marks)
+        same = [(mark := marks.get(id(shard))) is not None and mark[0]() is shard.grad for shard in shards]
+        return False not in same and len(same) == len(marks)
 
     def describes(self, shards: Collection[nn.Parameter]) -> bool:
         """Return whether the recorded sums are the sums of squares of the current gradients of `shards`."""
         if self._written or not self.are_all(shards):
             return False
-        return all((now := grad()) is not None and now._version == was for grad, was in self._marks.values())
+        marks = self._marks.values()
+        return False not in [(now := grad()) is not None and now._version == was for grad, was in marks]
 
     def squares(self, flats: Iterable[Flat]) -> Tensor:
         """Return the sum of squares of this rank's parts of `flats`, added in the order of `flats`, [] in fp64."""
@@ -170,7 +176,7 @@ class Clipper:
 
     def _known(self, norm_type: float, only: Collection[Tensor] | None) -> ReducedNorm | None:
         """Return the record of the latest reduction if it describes the current gradients, else `None`."""
-        graded = _graded(shard for flat in self._flats for shard in flat.shards if only is None or shard in only)
+        graded = _graded([shard for flat in self._flats for shard in flat.shards if only is None or shard in only])
         reduced_norm = self._reduced_norm()
         known = norm_type == 2 and reduced_norm is not None and reduced_norm.describes(graded)
         return reduced_norm if known else None
@@ -221,8 +227,7 @@ class Clipper:
         else:
             grads = [shard.grad for shard in graded if shard.grad is not None]
             runs = [run for grad in grads if (run := _run_or_scaled(grad, factor)) is not None]
-        for run in runs:
-            scale(run, factor)
+        scale_all(runs, factor)
         torch.autograd.graph.increment_version(runs)  # kernels do not increment versions
 
     def gradients_written(self) -> None:

@@ -31,6 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -200,7 +201,6 @@ class ReduceQueue:
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
-        self._operations: dict[tuple[Unit, int], Operation] = {}  # the latest reduction of each flat, by its index
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
@@ -232,20 +232,10 @@ class ReduceQueue:
             kept = earlier[i] if earlier else None
             users = [-self._context.world_size] * len(used) if died else used
             given.used += used
-            unit, operation = bucket.unit.name, self._operation(bucket.unit, i)
+            unit = bucket.unit.name
+            operation = self._context.operation(f"reduce-scatter of unit {unit!r}, flat {i}", "reduce", unit)
             given.inputs.append(FlatReduction(flat, full, unit, terms, operation, half, kept, mean, step, users))
         return given
-
-    def _operation(self, unit: Unit, i: int) -> Operation:
-        """Return the next operation that reduces flat `i`. The context counts and names only the first."""
-        last = self._operations.get((unit, i))
-        if last is None or last.tally is None:
-            new = self._context.operation(f"reduce-scatter of unit {unit.name!r}, flat {i}", "reduce", unit.name)
-        else:
-            last.tally.calls += 1
-            new = last._replace(sequence=last.sequence + 1, step=self._context.version.number)
-        self._operations[unit, i] = new
-        return new
 
     def reduce_unit(self, unit: str, inputs: deque[FlatReduction]) -> None:
         """Reduce a unit flat by flat. Runs on the queue."""
@@ -455,9 +445,9 @@ class GradientShards:
         before = self._graded()
         sums = [grad for _, grad in before] if counted else self._add_used(parts, before)
         means = [mean for reduction in reductions for mean in reduction.means]
-        bad = torch.stack([mean.total for mean in means])[:, 1]
-        flags = [*bad.unbind(), any_bad(sums, self._context.device).double()]
-        users, self._nonfinite, total = self._exchange([used for _, _, used in parts], flags)
+        totals = torch.stack([mean.total for mean in means])
+        bad = torch.cat([totals[:, 1], any_bad(sums, self._context.device).double().reshape(1)])
+        users, self._nonfinite, total = self._exchange([used for _, _, used in parts], bad)
         divisor = None if total is None else self._divide(means, [grad for _, grad in before], total)
         if total is None:
             self._scale.check_uncounted(version=self._version(), graded=bool(before))
@@ -465,9 +455,10 @@ class GradientShards:
             if count and (counted or not used):
                 shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
         graded = self._graded()
-        squares = {mean.flat: self._squares(mean, divisor) for mean in means}
+        of_means = zip(means, totals[:, 0].unbind(), strict=True)
+        squares = {mean.flat: self._squares(mean, total, divisor) for mean, total in of_means}
         self._reduced_norm = None if before else ReducedNorm(squares, graded)
-        self._judged = [weakref.ref(grad) for _, grad in graded]
+        self._judged = list(map(weakref.ref, map(itemgetter(1), graded)))
         if self._diagnose and self._nonfinite.item():
             self._name_bad(reductions)
 
@@ -516,9 +507,9 @@ class GradientShards:
                 shard.grad = grad
         return sums
 
-    def _squares(self, mean: Mean, divisor: Tensor | None) -> Squares:
-        """Return the sums of squares of a mean. The sum was divided by `divisor`, if it is not `None`."""
-        whole, blocks = mean.total[0], mean.stats[:, 0] if self._by_blocks else None
+    def _squares(self, mean: Mean, whole: Tensor, divisor: Tensor | None) -> Squares:
+        """Return the sums of squares of a mean, whose sum is `whole`. `divisor` has divided the mean, if any has."""
+        blocks = mean.stats[:, 0] if self._by_blocks else None
         if divisor is None:
             return Squares(whole, blocks)
         square = divisor.square()
@@ -533,7 +524,7 @@ class GradientShards:
         """
         bad = [step.bad for reduction in reductions for step in reduction.steps]
         self._reduced_norm, self._judged = None, []
-        return self._exchange([], bad, check=check)[1]
+        return self._exchange([], torch.stack(bad), check=check)[1]
 
     def reduced_norm(self) -> ReducedNorm | None:
         """Return the record of the latest backward's gradients, or `None` if they were added to earlier gradients."""
@@ -566,13 +557,13 @@ class GradientShards:
         return disagree
 
     def _exchange(
-        self, used: Sequence[int], bad: Sequence[Tensor], *, check: bool = True
+        self, used: Sequence[int], bad: Tensor, *, check: bool = True
     ) -> tuple[Sequence[int], Tensor, Tensor | None]:
         """Exchange gradient flags with all ranks.
 
         Args:
             used: 1 for each parameter that this rank used, else 0.
-            bad: for each mean of this rank a tensor [], which is above 0 if the mean has a NaN or infinity, else 0.
+            bad: a number for each mean of this rank, which is above 0 if the mean has a NaN or infinity, else 0.
 
         Returns:
             A number per parameter, which is above 0 if any rank used the parameter; a tensor [], which is 1 if any
@@ -590,7 +581,7 @@ class GradientShards:
                 "requires_grad_(False), or use them in every step"
             )
         share = self._scale.share()
-        number = torch.stack(list(bad)).sum(0, keepdim=True, dtype=torch.int32)
+        number = bad.sum(0, keepdim=True, dtype=torch.int32)
         flags = torch.cat([share.message(used, self._sent), self.options.message(), number])
         self._all_reduce_flags(flags, self._context.transports)
         sums, options = torch.split(flags[len(used) : -1], [SHARE_NUMEL, OPTIONS_NUMEL])

@@ -17,6 +17,7 @@ Legend: `W` ranks, `S` elements per shard.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 
 import torch
 from shardlite_kernels import send
@@ -24,10 +25,14 @@ from torch import Tensor
 
 from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads.bucket import Bucket
+from shardlite.grads.bucket import Bucket, Spares
 from shardlite.grads.reduce import GradientShards, ReduceQueue
 from shardlite.grads.scale import Scale
-from shardlite.params import Unit
+from shardlite.params import Unit, as_they_are
+
+_requires_grad_of = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
+
+_accumulates = attrgetter("accumulates")
 
 
 class ReductionOrder:
@@ -121,18 +126,21 @@ class Reducer:
         self.on_stream = self.queue.operations.on_stream and parts is None
         """Whether gradients are copied to buckets on the stream of reductions."""
 
-        self.buckets = {unit: Bucket(unit, context, most_parts) for unit in units}
+        self.spares = Spares()
+        """Memory of buckets between two units of one backward."""
+
+        self._params = [param for unit in units for param in unit.params()]
+        self._required: list[bool] = []  # `requires_grad` of all parameters, to which buckets are adapted
+        self.buckets = {unit: Bucket(unit, context, most_parts, self.spares) for unit in units}
         self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
         self.results = GradientShards(units, context, self.scale, by_blocks=parts is not None, diagnose=diagnose)
         """Results of the latest backward."""
 
-        self._backwards = 0
-
     @property
     def accumulates(self) -> bool:
         """Whether there are gradients that are not reduced yet."""
-        return any(bucket.accumulates for bucket in self.buckets.values())
+        return any(map(_accumulates, self.buckets.values()))
 
     def kept(self) -> Iterator[Tensor]:
         """Yield the memory of gradients that are not reduced yet and that later backwards need."""
@@ -150,8 +158,11 @@ class Reducer:
             PhaseError: gradients are accumulated and not reduced yet.
             LayoutError: an unfrozen parameter is stored in a dtype that is too narrow to train.
         """
+        if self._requires_grad() == self._required:
+            return False
         flats = [flat for unit in self.buckets for flat in unit.flats]
         if all(flat.trainable_now() == flat.trainable_slots for flat in flats):
+            self._required = self._requires_grad()
             return False
         if not frozen and all(set(flat.trainable_now()) <= set(flat.trainable_slots) for flat in flats):
             return False
@@ -172,7 +183,12 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.follow_requires_grad()
         self.order.follow_requires_grad()
+        self._required = self._requires_grad()
         return True
+
+    def _requires_grad(self) -> list[bool]:
+        with as_they_are():
+            return list(map(_requires_grad_of, self._params))
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
         """Set whether this rank's gradients count in means, and the number of ranks by which sums are divided."""
@@ -200,8 +216,7 @@ class Reducer:
         """Prepare for the next backward."""
         for unit in self.units:
             unit.begin_backward()
-        self._backwards += 1
-        self.context.progress.begin_backward(self._backwards)
+        self.context.progress.begin_backward()
 
     def discard(self) -> None:
         """Drop accumulated gradients that are not reduced yet."""

@@ -87,6 +87,9 @@ class Scale:
         self.divides = True
         """Whether sums are divided."""
 
+        self.is_repeated = False
+        """Whether a CUDA graph will repeat what the program does now."""
+
         self._device = device
         self._where = f"rank {rank} of {world_size}"
         self._next: Tensor | None = None  # the digits of the count of the next backward
@@ -102,12 +105,17 @@ class Scale:
 
         Raises:
             TypeError, ValueError: `items` is not a number, is negative or is not finite.
-            PhaseError: sums are not divided.
+            PhaseError: sums are not divided, or a captured step counts a number on the host.
         """
         if not self.divides:
             raise PhaseError(
                 "count_items(): set_gradient_reduction('sum') was called, so gradients are not divided: call "
                 "set_gradient_reduction('mean') to divide them by the counts"
+            )
+        if self.is_repeated and (not isinstance(items, Tensor) or is_here(items)):
+            raise PhaseError(
+                f"count_items(): each replay of the captured step would count {items}, which is on the host: pass a "
+                "tensor that the step computes on the GPU, such as (labels != -100).sum()"
             )
         self._next = _digits(items, self._device)
 

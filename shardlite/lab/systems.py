@@ -23,7 +23,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -235,10 +235,21 @@ def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dt
     return Trainer(model, torch_adamw(model.parameters()), flat)
 
 
-def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32."""
+def build_floor_in_bf16(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+    """Build the floor of a model in bf16, which casts nothing."""
+    return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
+
+
+def build_fsdp2(
+    workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None, tuned: bool = False
+) -> Trainer:
+    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32.
+
+    If `tuned`, the last block stays gathered until its backward, which comes next, as torchtitan does.
+    """
     model = workload.model()
-    model = wrap_fsdp2(model, workload.units(model), group, Precision(compute=compute))
+    units = workload.units(model)
+    model = wrap_fsdp2(model, units, group, Precision(compute=compute), kept=units[-1:] if tuned else ())
     return Trainer(model, torch_adamw(model.parameters()), whole_of_dtensor)
 
 
@@ -325,7 +336,7 @@ FORMATS: dict[str, Build] = {name: partial(build_format, **each) for name, each 
 """Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
 MIXED: dict[str, Build] = {
-    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16),
+    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16, tuned=True),
     "plain": build_autocast,
     "standard": partial(build_format, precision=_BF16),
     "in_backward": partial(build_format, precision=_BF16, in_backward=True),
@@ -379,7 +390,11 @@ def wrap_fsdp1(
 
 
 def wrap_fsdp2(
-    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    group: dist.ProcessGroup,
+    precision: Precision,
+    kept: Sequence[nn.Module] = (),
 ) -> nn.Module:
     """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
 
@@ -388,12 +403,14 @@ def wrap_fsdp2(
         units: modules whose weights are gathered together: inner modules first, without the root.
         group: all ranks.
         precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
+        kept: units that stay gathered from their forward to their backward, as the root does.
     """
     mesh = DeviceMesh.from_group(group, _device_of(model).type)
     reduce = None if precision.compute is None else precision.reduce
     policy = fsdp.MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
     for unit in [*units, model]:
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy)
+        reshard = False if unit in kept else None  # `None` is the default
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     return model
 
 

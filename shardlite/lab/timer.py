@@ -153,3 +153,8 @@ def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
     values_of_all: list[float] = most.tolist()
     return values_of_all
+
+
+def slowest(found: Mapping[str, float], group: dist.ProcessGroup) -> dict[str, float]:
+    """Return the maximum of each number over the ranks. Collective; all ranks pass the same keys."""
+    return dict(zip(found, largest(list(found.values()), group), strict=True))

@@ -180,6 +180,19 @@ class WithLoss(nn.Module):
         return loss
 
 
+def _attention() -> str:
+    """Register PyTorch's attention under a name for which transformers makes no mask, and return the name.
+
+    Attention is causal without a mask. Under the name "sdpa", transformers reads from the GPU in each forward whether
+    sequences are packed, and if a CUDA graph is captured, it makes a mask, with which attention is slower.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    AttentionInterface.register("causal", sdpa_attention_forward)
+    return "causal"
+
+
 def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, context: int, batch: int) -> Workload:
     """Return GPT-2 of transformers with activation checkpointing and without dropout, on random tokens."""
 
@@ -191,6 +204,7 @@ def transformers_gpt2(name: str, *, layers: int, width: int, vocabulary: int, co
         model = GPT2LMHeadModel(
             GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64, vocab_size=vocabulary, **dropouts)
         )
+        model.set_attn_implementation(_attention())
         checkpoint_activations(model)
         return WithLoss(model.train())
 
@@ -218,6 +232,7 @@ class LlamaBlocks(nn.Module):
         from transformers import LlamaConfig, LlamaModel
 
         self.model = LlamaModel(LlamaConfig(vocab_size=1, **settings))
+        self.model.set_attn_implementation(_attention())
         self.model.embed_tokens = nn.Identity()  # inputs are hidden states, so there is nothing to embed
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -231,7 +246,7 @@ LLAMA_BLOCK_NUMEL = 218_112_000
 
 
 def llama_blocks(name: str, *, layers: int, context: int, width: int = 4096) -> Workload:
-    """Return blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each, on noise.
+    """Return blocks of Llama 3 8B (config.json of meta-llama/Meta-Llama-3-8B), 218.1M parameters each, on bf16 noise.
 
     With another `width`, blocks have the same parameters and heads, and the other sizes are in proportion.
     """
@@ -244,7 +259,8 @@ def llama_blocks(name: str, *, layers: int, context: int, width: int = 4096) -> 
 
     def draw(rank: int, step: int) -> Batch:
         chance = _chance(rank, step)
-        return torch.randn(1, context, width, generator=chance), torch.randn(1, context, width, generator=chance)
+        x, y = (torch.randn(1, context, width, generator=chance) for _ in range(2))
+        return x.bfloat16(), y.bfloat16()
 
     narrow = "" if width == 4096 else f" of width {width}"
     return Workload(
@@ -300,10 +316,10 @@ WORKLOADS = {
         pieces("pieces", count=2000, numel=6000),
         transformers_gpt2("gpt2", layers=12, width=768, vocabulary=8192, context=128, batch=1),
         transformers_gpt2("gpt2-xl", layers=48, width=1600, vocabulary=50257, context=1024, batch=8),
-        transformers_gpt2("gpt2-xl-2k", layers=48, width=1600, vocabulary=50257, context=1024, batch=2),
+        transformers_gpt2("gpt2-xl-12", layers=12, width=1600, vocabulary=50257, context=1024, batch=2),
         transformers_gpt2("gpt2-6", layers=6, width=768, vocabulary=8192, context=128, batch=1),
-        llama_blocks("llama-1k", layers=4, context=1024),
-        llama_blocks("llama-4k", layers=4, context=4096),
+        llama_blocks("llama-1k", layers=8, context=1024),
+        llama_blocks("llama-4k", layers=8, context=4096),
     )
 }
 """Workloads by name.

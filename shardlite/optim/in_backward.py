@@ -96,6 +96,11 @@ class InBackwardSteps:
         layout = self._open([param for param, _ in places])
         return InBackwardStep([(layout.by_id[id(param)], start) for param, start in places], layout)
 
+    def forget(self) -> None:
+        """Forget the open step, whose capture in a CUDA graph has failed."""
+        self._layout = None
+        self._done.clear()
+
     def close(self, optimizer: Optimizer) -> None:
         """Step the parameters that have a gradient but no hook, because they were frozen earlier. Then count the step.
 

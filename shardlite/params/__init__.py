@@ -5,7 +5,7 @@ ranks. Read `layout.py` first.
 """
 
 from shardlite.params.flat import Flat
-from shardlite.params.full_buffer import Buffer, storage_key
+from shardlite.params.full_buffer import Buffer, ViewPlace, storage_key
 from shardlite.params.layout import (
     ALIGN,
     PADDED,
@@ -17,6 +17,7 @@ from shardlite.params.layout import (
     is_padded,
     lay_out,
     round_up,
+    shared,
 )
 from shardlite.params.parameters import (
     OTHER_SHAPES,

@@ -5,6 +5,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+ViewPlace = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""Dtype, size, strides and first element of a view."""
+
+_MOST_KEPT = 128
+"""Number of sets of views that a buffer keeps. Programs may cut weights in ever new ways."""
+
 
 class Buffer:
     """Memory for the full weights of one unit at a time."""
@@ -33,6 +39,20 @@ class Buffer:
         cached = self._views[owner] = make(self.bytes)
         self._own_uses += torch._C._storage_Use_Count(self.key) - before
         return cached
+
+    def kept_view(self, place: ViewPlace) -> Tensor | None:
+        """Return the view at `place` if the buffer has kept it. Autograd computes with a copy of the tensor object."""
+        kept = self._views.get(place)
+        return None if kept is None else kept[0]
+
+    def view(self, place: ViewPlace) -> Tensor:
+        """Return the view at `place`, and keep it if there is room."""
+
+        def make(memory: Tensor) -> list[Tensor]:
+            dtype, size, stride, first = place
+            return [memory.view(dtype).as_strided(size, stride, first)]
+
+        return (self.views(place, make) if len(self._views) < _MOST_KEPT else make(self.bytes))[0]
 
     def escaped(self, params: int = 0) -> bool:
         """Return whether a tensor outside the library views this buffer.

@@ -18,9 +18,9 @@ Legend: `W` ranks, `S` elements per shard of one unit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
@@ -64,6 +64,13 @@ def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
     """Return views of a buffer, one per place."""
     offset = memory.storage_offset()
     return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
+
+
+@cache
+def shared(facts: Hashable) -> object:
+    """Return an object that stands for `facts`: the same for equal facts. Unlike `facts`, it is hashed at once."""
+    del facts
+    return object()
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -141,6 +148,11 @@ class Layout:
     @cached_property
     def _places(self) -> list[Place]:
         return [(slot.shape, slot.stride, slot.start) for slot in self.slots]
+
+    @cached_property
+    def places_key(self) -> object:
+        """Key that layouts with equal places share, whatever the names of their parameters."""
+        return shared((self.dtype, self.cuts, tuple(self._places)))
 
     def views(self, full: Tensor) -> list[Tensor]:
         """Return a view of a full buffer for each slot, in the parameter's shape."""

@@ -14,7 +14,7 @@ Each parameter has an owner, a record of `engine/local_shards.py`. The owner is 
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 from weakref import ref
 
@@ -164,13 +164,13 @@ def become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
 
     `what` is the class `Placeholder`, or `Sharded` for full parameters.
     """
-    put, hides = _own_data.__set__, what is Placeholder
+    put, turned = _own_data.__set__, _turned
     with as_they_are():
         for param, memory in pairs:
             put(param, memory)
             kind = type(param)
-            if issubclass(kind, Placeholder) is not hides:
-                param.__class__ = _mixed(what, getattr(kind, "original", kind))
+            if (other := turned(what, kind)) is not kind:
+                param.__class__ = other
 
 
 def detach(param: nn.Parameter, values: Tensor) -> None:
@@ -195,9 +195,9 @@ def _is_ours(hook: Any) -> bool:
     return getattr(getattr(hook, "func", hook), "__module__", "").startswith("shardlite.")
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor's class is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
-    kind = type(tensor)
+@lru_cache(maxsize=256)
+def is_plain(kind: type) -> bool:
+    """Return whether the class of a tensor is, or was before its model was wrapped, `Tensor` or `nn.Parameter`."""
     return getattr(kind, "original", kind) in (Tensor, nn.Parameter)
 
 
@@ -222,6 +222,14 @@ def take_grad(param: nn.Parameter) -> tuple[Tensor | None, bool]:
 
 _own_grad: Any = torch._C.TensorBase.grad
 _own_data: Any = torch._C.TensorBase.data
+
+
+@cache
+def _turned(what: type, kind: type) -> type:
+    """Return the class of parameters of the class `kind` as a placeholder or a full parameter (`what`)."""
+    if issubclass(kind, Placeholder) is (what is Placeholder):
+        return kind
+    return _mixed(what, getattr(kind, "original", kind))
 
 
 @cache

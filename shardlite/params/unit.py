@@ -16,11 +16,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Work
+from shardlite.comm import Work, finished
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer
-from shardlite.params.layout import round_up, views
+from shardlite.params.layout import round_up, shared, views
 from shardlite.params.parameters import Sharded, as_they_are, become
 
 ROOT = "(root)"
@@ -155,6 +155,9 @@ class Unit:
         self._places = [
             (flat.compute, flat.places(start)) for flat, start in zip(self.flats, self._starts, strict=True)
         ]
+        # Equal blocks have equal keys, so a buffer has one set of views for all of them.
+        self._places_key = shared((*self._ranges, *(flat.layout.places_key for flat in self.flats)))
+        self._ranges_key = shared(tuple(self._ranges))
         self._addresses: list[int] = []  # addresses of the parameters that `check_memory` has found correct
 
     # ---- transitions ------------------------------------------------------------------------------------------------
@@ -175,6 +178,10 @@ class Unit:
         self.work = None
         self.phase = check_move(self.name, self.phase, Weights.FULL)
 
+    def abandon_capture(self) -> None:
+        """Require a gather at the next use, because the capture of a CUDA graph has failed, so no gather of it runs."""
+        self.work, self._latest, self._invalid = self.work and finished(), None, True
+
     def use(self) -> None:
         """Begin a use of the full weights. Uses may nest."""
         if self.phase is Weights.IDLE:
@@ -190,7 +197,7 @@ class Unit:
         """Turn the module's parameters into views of the full weights."""
         self.bound = True
         if self.buffer is not None:
-            become(Sharded, zip(self._params, self.buffer.views(self.index, self._cut_params), strict=True))
+            become(Sharded, zip(self._params, self.buffer.views(self._places_key, self._cut_params), strict=True))
             return
         for flat, full in zip(self.flats, self.fulls(), strict=True):
             become(Sharded, flat.views(full))
@@ -311,7 +318,7 @@ class Unit:
     def fulls(self) -> list[Tensor]:
         """Return the memory of the full weights, one tensor [W*S] per flat."""
         if self.buffer is not None:
-            return self.buffer.views(self, self._cut_fulls)
+            return self.buffer.views(self._ranges_key, self._cut_fulls)
         fulls = [flat.full for flat in self.flats if flat.full is not None]
         assert len(fulls) == len(self.flats), "a unit in use has memory for its full weights"
         return fulls

@@ -23,9 +23,6 @@ _META = torch.device("meta")
 _NARROW_SLOTS = torch.iinfo(torch.int16).max
 """Maximum number of parameters at which the optimizer's table has 2 bytes per group. With more parameters it has 4."""
 
-_GRAIN = 1024
-"""The length of each slice of a reduction is a multiple of this number of elements."""
-
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
@@ -187,7 +184,7 @@ def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
     if recipe.world_size == 1:
         return 0
     if recipe.on_gpu:
-        return rows_numel(shard, recipe.world_size, itemsize, _GRAIN) * itemsize
+        return rows_numel(shard, recipe.world_size, itemsize) * itemsize
     return min(BLOCK, shard) * itemsize if recipe.world_size > 2 else 0
 
 

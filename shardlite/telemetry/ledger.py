@@ -139,7 +139,7 @@ class Ledger:
         while self._dead:
             entry = self._dead.popleft()
             del self._entries[entry.key]
-            self._move(entry.purpose, -entry.nbytes)
+            self._current[entry.purpose] -= entry.nbytes
 
     def _move(self, purpose: str, nbytes: int) -> None:
         total = self._current.get(purpose, 0) + nbytes

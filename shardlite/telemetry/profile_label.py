@@ -17,8 +17,9 @@ def profile_label(action: str, unit: str) -> AbstractContextManager[object]:
 
 def labelled(block: AbstractContextManager[object], action: str, unit: str) -> AbstractContextManager[object]:
     """Return the context `block`. If a profiler is on, return a context that enters a label and then `block`."""
-    label = profile_label(action, unit)
-    return block if label is _NO_LABEL else _both(label, block)
+    if not profiler._is_profiler_enabled:
+        return block
+    return _both(profile_label(action, unit), block)
 
 
 @contextmanager

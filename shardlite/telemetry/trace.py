@@ -15,9 +15,8 @@ class Trace:
         self.events: deque[tuple[str, str]] = deque(maxlen=keep)
         """Events with the names of their units."""
 
-    def emit(self, event: str, unit: str = "") -> None:
-        """Append an event, with the name of the unit to which the event belongs."""
-        self.events.append((event, unit))
+        self.emit = self.events.append
+        """Append an event: a pair of its name and the name of its unit, or "". This is no Python call."""
 
     def take(self) -> list[str]:
         """Return the events since the previous call, and clear them."""

@@ -73,7 +73,7 @@ class Gather(NamedTuple):
         """Gather flat by flat. Skip flats that every rank keeps whole."""
         context, unit = self.context, self.unit
         if self.purpose == TAKE_PART:
-            context.trace.emit(TAKE_PART, unit.name)
+            context.trace.emit((TAKE_PART, unit.name))
         for i, flat in enumerate(unit.flats):
             full = self.fulls.popleft() if self.fulls else None
             sent = self._own_part(flat, full)
@@ -141,7 +141,7 @@ class GatherQueue:
 
     def gather(self, unit: Unit, *before: Callable[[], None], during: str = "") -> None:
         """Start a gather of the unit's current weights into the unit's memory. Call the functions `before` first."""
-        self._context.trace.events.append(("gather", unit.name))
+        self._context.trace.emit(("gather", unit.name))
         gather = Gather(self._context, unit, deque(unit.fulls()), "gather", during, self._by_hosts)
         unit.begin_gather(self.submit(*before, gather.execute))
 
@@ -170,6 +170,10 @@ class GatherQueue:
             self._last.wait()
             self._last = None
 
+    def abandon_capture(self) -> None:
+        """Forget the gathers of a capture that has failed."""
+        self._last = None
+
     def _made(self) -> StreamQueue:
         if self._queue is None:
             self._queue = self._context.queue("negotiation" if self._by_hosts else "gather", blocking=self._by_hosts)
@@ -178,7 +182,7 @@ class GatherQueue:
     def wait(self, unit: Unit) -> None:
         """Wait for the gather of a unit, which must be in flight."""
         assert unit.work is not None
-        self._context.trace.events.append(("wait", unit.name))
+        self._context.trace.emit(("wait", unit.name))
         if not unit.work.succeeded:
             with self._context.traffic.waiting("gather", unit.name):
                 unit.work.wait(self._context.progress.publish)

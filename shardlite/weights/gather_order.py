@@ -106,6 +106,9 @@ class GatherOrder:
         Return `None` if the rest of the order has no gather of `unit`.
         """
         gathers, start = self._now.gathers, self._place
+        if gathers[start : start + 1] == [unit]:  # in most cases
+            self._place, self._unused[unit] = start + 1, start
+            return []
         if unit not in gathers[start:]:
             return None
         place = gathers.index(unit, start)

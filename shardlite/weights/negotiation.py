@@ -367,6 +367,11 @@ class Passes:
             self.diverged |= first.diverged
             first.revise()
 
+    def abandon_capture(self) -> None:
+        """Forget the pass of a capture that has failed. No rank has run its gathers."""
+        self._now = None
+        self._queue.abandon_capture()
+
     def _stop_serving(self) -> None:
         """Stop serving other ranks, because ranks are out of step."""
         self._failed = True

@@ -21,14 +21,34 @@ from shardlite.weights.replicated import ReplicatedWeights
 from shardlite.weights.unshard import Gatherer
 
 
+class NoPasses:
+    """Passes of ranks that gather the same units without an agreement."""
+
+    def end_pass(self) -> None:
+        """Do nothing, because no rank needs further gathers."""
+
+    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
+        """Return a context that does nothing, because gathers need no pass."""
+        return nullcontext()
+
+    def confirm_ends(self) -> None:
+        """Do nothing, because the end of a pass needs no other rank."""
+
+    def in_step(self) -> bool:
+        """Return `True`, because all ranks gather the same units."""
+        return True
+
+
 class ResidentWeights:
     """Keeps the full weights of one wrapped model in memory."""
+
+    passes = NoPasses()
 
     def __init__(self, units: Sequence[Unit], context: Context) -> None:
         self._units = [unit for unit in units if unit.needs_gather and not unit.replicated]
         self._replicated = ReplicatedWeights(units)
         self._queue = GatherQueue(context)
-        self._events = context.trace.events
+        self._emit = context.trace.emit
         self._streams = context.streams
         self._writes: dict[Unit, int] = {}  # `Unit.writes()` of each copied unit at the end of its latest use
 
@@ -51,7 +71,7 @@ class ResidentWeights:
     def reshard(self, unit: Unit) -> None:
         """End one use of a unit."""
         if unit.end_use() and unit.needs_gather:
-            self._events.append(("reshard", unit.name))
+            self._emit(("reshard", unit.name))
             self._rest(unit)
 
     def begin_forward(self, kind: str) -> None:
@@ -85,6 +105,12 @@ class ResidentWeights:
             unit.invalidate()
         self.expire()
 
+    def abandon_capture(self) -> None:
+        """Forget what a capture that has failed would have gathered."""
+        self._queue.abandon_capture()
+        for unit in self._units:
+            unit.abandon_capture()
+
     # ---- methods that only a `Gatherer` needs: here every rank gathers every unit, and full weights stay -------------
 
     def begin_backward(self, *, final: bool) -> None:
@@ -96,19 +122,8 @@ class ResidentWeights:
     def stop_prefetching(self) -> None:
         """Do nothing, because no unit is gathered ahead."""
 
-    def end_pass(self) -> None:
-        """Do nothing, because no rank needs further gathers."""
-
-    def inside_pass(self, kind: str) -> AbstractContextManager[None]:
-        """Return a context that does nothing, because gathers need no pass."""
-        return nullcontext()
-
-    def confirm_ends(self) -> None:
-        """Do nothing, because the end of a pass needs no other rank."""
-
-    def in_step(self) -> bool:
-        """Return `True`, because all ranks gather the same units."""
-        return True
+    def prepare_capture(self) -> None:
+        """Do nothing, because full weights have permanent memory."""
 
     def spare(self) -> Iterable[Tensor]:
         """Return an empty tuple, because no memory is kept for later gathers."""

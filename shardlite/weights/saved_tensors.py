@@ -30,7 +30,7 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import Node, _engine_run_backward
 
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, Unit, is_plain, storage_key
+from shardlite.params import Placeholder, Unit, ViewPlace, is_plain, storage_key
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 
@@ -112,13 +112,10 @@ def _autograd_drops_handle() -> bool:
 class Handle:
     """A description of one view of a unit's full weights. The view can be created again from this description."""
 
-    __slots__ = ("call", "conj", "dtype", "neg", "offset", "size", "stride")
+    __slots__ = ("call", "conj", "neg", "place")
 
     def __init__(self, call: Call, view: Tensor) -> None:
-        self.size = view.size()
-        self.stride = view.stride()
-        self.offset = view.storage_offset()
-        self.dtype = view.dtype
+        self.place: ViewPlace = view.dtype, view.size(), view.stride(), int(view.storage_offset())
         self.conj, self.neg = view.is_conj(), view.is_neg()  # `as_strided` ignores both
         self.call = call
         if call.handles == 0:
@@ -145,7 +142,7 @@ class Handle:
         else:
             call.calls.gatherer.follow(call.unit)
         if call.unit.overwritten:
-            call.unit.check_not_overwritten(int(self.offset) * self.dtype.itemsize)
+            call.unit.check_not_overwritten(self.place[3] * self.place[0].itemsize)
         if torch.is_grad_enabled():
             # With `create_graph=True`, autograd records this node too, so the node must save handles again. The hooks
             # are not popped, because after every node the engine restores the state of its thread, hooks included.
@@ -156,7 +153,7 @@ class Handle:
         """Return a copy of the view, for code that reads the graph outside of a backward. Collective."""
         self.call.check_version()
         gatherer = self.call.calls.gatherer
-        with gatherer.inside_pass(f"a look at unit {self.call.unit.name!r}"):
+        with gatherer.passes.inside_pass(f"a look at unit {self.call.unit.name!r}"):
             gatherer.unshard(self.call.unit)
         try:
             return self._of_buffer().clone()
@@ -166,9 +163,11 @@ class Handle:
     def _of_buffer(self) -> Tensor:
         buffer = self.call.unit.buffer
         assert buffer is not None, "a unit in use has a buffer"
+        kept = buffer.kept_view(self.place)
+        if kept is not None and not (self.conj or self.neg):
+            return kept
         with isolated():
-            (whole,) = buffer.views(self.dtype, lambda memory: [memory.view(self.dtype)])
-            view = whole.as_strided(self.size, self.stride, self.offset)
+            view = buffer.view(self.place)
             view = view.conj() if self.conj else view
             return view._neg_view() if self.neg else view
 
@@ -258,7 +257,7 @@ class Calls:
 
     def has_given_up(self, tensor: Tensor) -> bool:
         """Return whether `tensor` views a dropped buffer. A buffer is dropped if the program keeps a view of it."""
-        if not self.gatherer.has_dropped or tensor.untyped_storage().nbytes() not in self._sizes:
+        if tensor.untyped_storage().nbytes() not in self._sizes:
             return False
         kept = (each() for unit in self.live for each in unit.escapes)
         return any(each is not None and each._cdata == storage_key(tensor) for each in kept)
@@ -280,12 +279,13 @@ class SavedTensorHooks:
     def pack(self, tensor: Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
         # Sparse tensors and many subclasses have no storage. Gathered weights always have one.
-        has_storage = (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided
+        has_storage = is_plain(type(tensor)) and tensor.layout is torch.strided
         # The key is the `storage_key`, without a call.
         if has_storage and (unit := self._unit_of(tensor.untyped_storage()._cdata)) is not None:
             # A view that is saved outside of any forward gets a new call.
             return Handle(self._current.get(unit) or Call(unit, self.calls), tensor)
-        if self._outer is not None and not (has_storage and self.calls.has_given_up(tensor)):
+        is_weight = self.calls.gatherer.has_dropped and has_storage and self.calls.has_given_up(tensor)
+        if self._outer is not None and not is_weight:
             return self._outer[0](tensor)
         return Kept((tensor.detach(), tensor._version))
 
@@ -330,17 +330,15 @@ def push_hooks(calls: Calls) -> bool:
     """Make the saved-tensor hooks of `calls` the innermost ones. Return whether `pop_hooks` must be called."""
     if are_innermost(calls):
         return False
-    _push(SavedTensorHooks(calls))
+    hooks = SavedTensorHooks(calls)
+    _push(hooks.pack, hooks.unpack)
     return True
 
 
-def _push(hooks: SavedTensorHooks) -> None:
-    torch._C._autograd._push_saved_tensors_default_hooks(hooks.pack, hooks.unpack)
+_push: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
 
-
-def pop_hooks() -> None:
-    """Undo a `push_hooks` that returned `True`."""
-    torch._C._autograd._pop_saved_tensors_default_hooks()
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+"""Function that undoes a `push_hooks` that returned `True`."""
 
 
 @contextmanager
@@ -362,7 +360,7 @@ def set_hooks_aside() -> Iterator[None]:
         yield
     finally:
         while aside:
-            _push(aside.pop())
+            _push(aside[-1].pack, aside.pop().unpack)
 
 
 _transformed: WeakSet[Calls] = WeakSet()

@@ -32,16 +32,14 @@ class Gatherer:
     def __init__(self, units: Sequence[Unit], context: Context, *, prefetch: int) -> None:
         sharded = [unit for unit in units if not unit.replicated]  # the first units, so that indices stay the same
         self._units = sharded
-        self.passes = passes = Passes(sharded, context)
-        self.end_pass, self.inside_pass = passes.end_pass, passes.inside_pass
-        self.confirm_ends, self.in_step = passes.confirm_ends, passes.in_step
+        self.passes = Passes(sharded, context)
         self._replicated = ReplicatedWeights(units)
         self.owners: dict[int, Unit] = {}
         """The unit that each buffer belongs to, by the buffer's storage key."""
 
         self._policy = BufferPolicy(
             [UnitSize(unit.nbytes, unit.is_root, unit.keep_unsharded) for unit in sharded],
-            passes.order,
+            self.passes.order,
             partial(_allocate, context),
             prefetch=prefetch,
             keeps=context.streams.on_gpu,
@@ -50,7 +48,7 @@ class Gatherer:
         self._streams = context.streams
         self._single_rank = context.transport.world_size == 1
         self._trim = context.trim
-        self._events = context.trace.events
+        self._emit = context.trace.emit
         self._poison = poison_evicted_buffers()
         self.has_dropped = False
         """Whether a buffer was dropped, because the program has kept a view of it."""
@@ -91,7 +89,7 @@ class Gatherer:
     def reshard(self, unit: Unit) -> None:
         """End one use of a unit. After the last use, the unit is idle and may be evicted."""
         if unit.end_use():
-            self._events.append(("reshard", unit.name))
+            self._emit(("reshard", unit.name))
             with isolated(self._streams):
                 for stream in unit.take_streams():
                     self._streams.wait_for(stream)
@@ -124,8 +122,7 @@ class Gatherer:
         self.passes.order.end_path()
         if final:
             self.passes.diverged = False
-            for index in list(self._policy.idle):
-                self._evict(self._units[index])
+            self._evict_idle()
 
     def forget(self, units: Sequence[Unit]) -> None:
         """Require a gather of each unit at its next use, because its full weights may have been written to."""
@@ -165,6 +162,17 @@ class Gatherer:
                     self.passes.wait(unit)
                     self._make_idle(unit)
 
+    def prepare_capture(self) -> None:
+        """Drop all idle weights, so that a captured step gathers into memory of the pool or of the graph."""
+        self.finish_prefetched()
+        self._evict_idle()
+
+    def abandon_capture(self) -> None:
+        """Forget what a capture that has failed would have gathered."""
+        self.passes.abandon_capture()
+        for unit in self._units:
+            unit.abandon_capture()
+
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         """Start the gathers of `upcoming` units that all ranks gather next, as long as buffers are available."""
         for index in upcoming:
@@ -200,7 +208,7 @@ class Gatherer:
         """Evict an idle unit. Return its buffer, or `None` if another tensor views the buffer or a pool keeps it."""
         self._policy.evict(unit.index)
         buffer = unit.evict()
-        self._events.append(("evict", unit.name))
+        self._emit(("evict", unit.name))
         del self.owners[buffer.key]
         if buffer.escaped():
             self._warn(unit)
@@ -212,6 +220,10 @@ class Gatherer:
         self._policy.give_back(unit.index, buffer)
         unit.reclaimed(buffer)
         return None
+
+    def _evict_idle(self) -> None:
+        for index in list(self._policy.idle):
+            self._evict(self._units[index])
 
     def _warn(self, unit: Unit) -> None:
         if not self.has_dropped:

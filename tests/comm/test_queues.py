@@ -128,6 +128,20 @@ def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, bloc
 
 
 @pytest.mark.parametrize("blocking", [False, True])
+def test_events_are_recorded_again_when_no_operation_needs_them(cuda, blocking):
+    queue, before = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking), []
+    for _ in range(3):
+        works = [queue.submit(lambda: cuda.run("gather")) for _ in range(2)]
+        for work in works:
+            work.wait()
+        del works, work
+        before.append(sum(what.startswith("record") for _, what in cuda.log))
+    assert before == [4, 8, 12]
+    numbers = [what for _, what in cuda.log if what.startswith("record")]
+    assert len(set(numbers)) <= 4
+
+
+@pytest.mark.parametrize("blocking", [False, True])
 def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
     """A gather for a late rank must not wait for this rank's later computation, which waits for that gather."""
     queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn, optim
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
-from shardlite.grads.bucket import Bucket
+from shardlite.grads.bucket import Bucket, Memory, Spares
 from shardlite.params import Gradients
 from tests.support.internals import reducer
 from tests.support.models.residual import Chain
@@ -207,3 +208,59 @@ def test_four_ranks_that_diverge_in_different_ways_wait_for_each_other_no_more_t
     skipped = {0: (5,), 1: (4, 3), 2: (0, 1, 2, 3, 4, 5), 3: ()}
     for most in cluster.run(divergent_body, 4, 3, skipped, "SGD", (1, 3, 5)):
         assert most[::2] == [2, 2, 2, 2]
+
+
+# ---- memory of small buckets ----------------------------------------------------------------------------------------
+
+
+def after_steps(group: Any, stage: int) -> tuple[dict[str, Tensor], list[list[str]], int]:
+    """Take steps with buckets that are dirty when they are filled.
+
+    Return the weights, the blocks in each step whose bucket was allocated, and the bytes of buckets after the last one.
+    """
+    model, allocated = wrap(group, stage=stage), []
+    optimizer, fill, allocate = optim.SGD(model.parameters(), lr=0.1), Bucket.fill, Bucket.allocate
+
+    def allocating(self: Bucket, *given: Any) -> None:
+        allocate(self, *given)
+        allocated[-1] += [] if self.unit.is_root else [self.unit.name]
+
+    def filling(self: Bucket) -> None:
+        fill(self)
+        if not self.unit.is_root:  # the root's bucket has gradients now
+            for full in self.full:
+                full.fill_(float("nan"))
+
+    with mock.patch.object(Bucket, "fill", filling), mock.patch.object(Bucket, "allocate", allocating):
+        for _ in range(3):
+            allocated.append([])
+            take_step(optimizer, model(torch.ones(2, WIDTH)))
+    return model.full_state_dict(), allocated, model.memory()["gradient buckets"].now
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_equal_small_buckets_use_the_same_memory_in_a_backward(group, stage):
+    weights, allocated, left = after_steps(group, stage)
+    assert left == 0
+    for blocks in allocated:
+        # At stage 1 the memory becomes the gradient, so no other bucket may have it.
+        assert len(blocks) == BLOCKS if stage == 1 else 1 <= len(blocks) <= 2
+    with mock.patch.object(Spares, "take", return_value=None):
+        expected, _, _ = after_steps(group, stage)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_memory_of_a_bucket_is_kept_only_for_an_equal_one_and_while_nobody_views_it():
+    full, spares, key = torch.zeros(64), Spares(), object()
+    memory = Memory(key, [full], [full[:32]], [], [])
+    memory.uses.extend(memory.uses_now())
+    spares.keep(memory)
+    assert spares.take(key) is memory
+    assert spares.take(key) is None
+    view = full[:8]
+    spares.keep(memory)
+    assert spares.take(key) is None
+    del view
+    spares.keep(memory)
+    assert spares.take(object()) is None
+    assert spares.take(key) is None, "memory of another kind of bucket was not freed"

@@ -25,17 +25,17 @@ def drawn(numel: int, count: int, dtype: torch.dtype, stride: int = 0) -> Tensor
 
 
 def exchanged_in_place(rows: Tensor, rank: int, count: int) -> dict[str, Any]:
-    """Return the arguments of `add_rows` on a rank that has received `count` of the others' rows at a time.
+    """Return the arguments of `add_rows` on a rank that has received `count` elements at a time.
 
-    A row that arrives takes the place of one that was sent before it, and the first `count` are staged.
+    What arrives takes the place of what was sent before it, and the first `count` elements are staged.
     """
-    ranks = len(rows)
-    bucket, staged = rows.clone(), torch.zeros_like(rows[:count])
-    for step in range(1, ranks):
-        place = staged[step - 1] if step <= count else bucket[(rank + step - count) % ranks]
-        place.copy_(rows[rank - step])
-    bucket[[(rank - 1 - i) % ranks for i in range(count)]] = 77  # sent, and not written again
-    return {"rows": bucket, "first": (rank - 1 - count) % ranks, "staged": staged}
+    ranks, length = rows.shape
+    received = torch.cat([rows[rank - step] for step in range(1, ranks)])
+    bucket = torch.full_like(rows, 77).contiguous()  # sent, and not written again
+    bucket[rank] = rows[rank]
+    places = ((rank + 1) * length + torch.arange(len(received) - count)) % rows.numel()
+    bucket.view(-1)[places] = received[count:]
+    return {"rows": bucket, "first": (rank + 1) % ranks, "staged": received[:count].clone()}
 
 
 def hop_by_hop(out: torch.dtype, rows: Tensor, first: int, divisor: int) -> Tensor:

@@ -27,6 +27,16 @@ class Launched(NamedTuple):
     """Tensors are given by their addresses."""
 
 
+class Pointer:
+    """What Triton and `launch` ask of a tensor, at any address."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype, self.address, self.device = dtype, address, torch.device("cuda", 0)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
 class StubDriver:
     """Two GPUs of compute capability 9.0. The kernels in `kernels` have not been compiled yet."""
 

@@ -131,7 +131,7 @@ def test_a_step_by_rows_is_their_sum_and_a_step(form, count, dtype):
     assert_same_state(mine, theirs)
     assert bad == 0
     moved = random_state(form, numel, 0)
-    add_rows_adamw_cpu(moved, step=cpu_step(numel), divisor=count, **exchanged_in_place(rows, 0, 1))
+    add_rows_adamw_cpu(moved, step=cpu_step(numel), divisor=count, **exchanged_in_place(rows, 0, numel // 2))
     assert_same_state(moved, theirs)
     rows[1, CHUNK] = float("nan")
     add_rows_adamw_cpu(mine, rows, cpu_step(numel), first=1, divisor=count, bad=bad)

@@ -23,7 +23,15 @@ KINDS = [
     *("add_rows_adamw: split24 weights, bf16 moments", "add_rows: 8 rows of bf16 to fp32"),
     *(f"add_rows: 8 rows of bf16 to fp32, {order}" for order in ("a tree", "in a bucket")),
     "add_rows_adamw: fp32 weights, bf16 moments, in a bucket",
-    *("split", "join", "stats: bf16", "scale: bf16", "cast: fp32 to bf16", "quantize: bf16 to 8 bits"),
+    *(
+        "split",
+        "join",
+        "stats: bf16",
+        "scale: bf16",
+        "scale_all: bf16",
+        "cast: fp32 to bf16",
+        "quantize: bf16 to 8 bits",
+    ),
     *("hop: fp32 + fp32 to fp32", "hop, statistics: bf16 + bf16 to bf16", "dequantize: 8 bits to fp32"),
     *("ring reduce-scatter: bf16 by fp32 to bf16", "ring reduce-adamw: split24 weights, int8 moments"),
 ]
@@ -111,19 +119,23 @@ def test_all_targets_were_compiled_for_and_all_accesses_found(rows):
 
 
 def test_a_thread_accesses_an_entry_of_a_side_table_once(rows):
-    """A row of statistics is two numbers, a factor one, and a scale is a byte."""
+    """A row of statistics is two numbers, a factor one, and a scale is a byte.
+
+    Of a table of tensors a thread reads one begin, and the three numbers of the tensor of its program.
+    """
     side_bits = {
         **{kernel: {} for kernel in ("split", "join", "cast", "hop")},
         **{kernel: {"stats": 32 + 32} for kernel in ("stats", "hop, statistics", "add_rows")},
         **{kernel: {"scales": 8} for kernel in ("quantize", "dequantize")},
         "scale": {"factor": 32},
+        "scale_all": {"factor": 32, "table": 4 * 64},
     }
     ring = {"slot_table": 2 * 64, "flag_table": 3 * 64, "flags": 4 * 64, "error": 64}  # two flags, each in two places
     for row in rows.parsed:
         expected = side_bits_of_adamw(row) if "adamw" in row["kernel"] else side_bits.get(row["kernel"], {})
         amd = row["target"] == "gfx942"
-        if row["kernel"] == "scale" and amd:  # AMD's scalar unit reads the factor
-            expected = {}
+        if row["kernel"].startswith("scale") and amd:  # AMD's scalar unit reads what a program reads once
+            expected = {"table": 64} if row["kernel"] == "scale_all" else {}
         if row["kernel"].startswith("ring") and not amd:  # and there tables too, while flags are read by atomics
             expected |= ring
         elif row["kernel"].startswith("ring") and not NEW_TRITON:  # Triton 3.6 has an address for each of the four

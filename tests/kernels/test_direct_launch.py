@@ -15,7 +15,7 @@ from shardlite_kernels.hop import _hop_kernel
 from shardlite_kernels.scalars import Table
 
 from bench.kernels.cases import DTYPES, cases
-from tests.kernels.stub_driver import StubDriver
+from tests.kernels.stub_driver import Pointer, StubDriver
 
 pytestmark = pytest.mark.skipif(launch.INTERPRET, reason="the interpreter launches nothing")
 
@@ -24,16 +24,6 @@ KERNELS = list({case.code: None for case in CASES})
 SIZES = (1, 15, 16, 17, 2**31 - 1, 2**31, 2**31 + 1, 2**31 + 16)
 MISALIGNED = 8
 GPUS = [torch.device("cuda", i) for i in range(2)]
-
-
-class Pointer:
-    """What Triton and `launch` ask of a tensor, at any address."""
-
-    def __init__(self, dtype: torch.dtype, address: int) -> None:
-        self.dtype, self.address, self.device = dtype, address, GPUS[0]
-
-    def data_ptr(self) -> int:
-        return self.address
 
 
 class Call(NamedTuple):

@@ -41,13 +41,17 @@ def test_many_rows(count, first, dtype):
     assert_sums_have_the_bits_of_hops(dtype, drawn(1000, count, dtype), first)
 
 
+PARTS = [(2, 1, 0.25), (2, 0, 1), (3, 0, 1 / 3), (4, 2, 0.5), (5, 3, 1), (8, 7, 7), (16, 2, 2), (16, 15, 1.9)]
+"""Numbers of ranks, a rank, and how many summands, or which part of one, it receives at a time."""
+
+
 @pytest.mark.parametrize(("out", "wire"), DTYPES)
-@pytest.mark.parametrize(("count", "rank", "staged"), [(2, 1, 1), (3, 0, 1), (5, 3, 1), (8, 7, 7), (16, 2, 2)])
-@pytest.mark.parametrize("numel", [1000, 1003])
+@pytest.mark.parametrize(("count", "rank", "part"), PARTS)
+@pytest.mark.parametrize("numel", [1024, 1003])
 @pytest.mark.sample(2)
-def test_rows_that_were_exchanged_in_place_are_added_in_the_order_of_the_ring(out, wire, count, rank, staged, numel):
-    rows = drawn(numel, count, wire, stride=1024 if numel % 2 else 0)
-    given = exchanged_in_place(rows, rank, staged)
+def test_rows_that_were_exchanged_in_place_are_added_in_the_order_of_the_ring(out, wire, count, rank, part, numel):
+    rows = drawn(numel, count, wire)
+    given = exchanged_in_place(rows, rank, int(part * numel))
     for divisor in (1, 3) if out.is_floating_point else (1,):
         got, expected = torch.empty_like(rows[0], dtype=out), torch.empty_like(rows[0], dtype=out)
         add_rows(got, **given, divisor=divisor)
@@ -56,39 +60,60 @@ def test_rows_that_were_exchanged_in_place_are_added_in_the_order_of_the_ring(ou
         assert_same_bits(got, hop_by_hop(out, rows, (rank + 1) % count, divisor))
 
 
-@pytest.mark.parametrize(("count", "rank", "staged"), [(64, 9, 8), (65, 64, 8), (65, 3, 64), (90, 0, 12)])
+@pytest.mark.parametrize(("count", "rank", "part"), [(2, 0, 0.5), (3, 2, 0.4), (5, 0, 1)])
+def test_a_part_of_rows_that_were_exchanged_in_place(count, rank, part):
+    rows = drawn(1000, count, torch.float32)
+    given, whole = exchanged_in_place(rows, rank, int(part * 1000)), torch.empty_like(rows[0])
+    add_rows(whole, **given)
+    for start, stop in ((0, 96), (96, 608), (608, 1000)):
+        got, expected = torch.empty_like(rows[0, start:stop]), torch.empty_like(rows[0, start:stop])
+        add_rows(got, **given, start=start)
+        add_rows_reference(expected, **given, start=start)
+        assert_same_bits(got, whole[start:stop])
+        assert_same_bits(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("count", "rank", "staged"), [(64, 9, 8), (65, 64, 8), (65, 3, 64), (90, 0, 12), (90, 89, 0.7)]
+)
 def test_many_rows_that_were_exchanged_in_place(count, rank, staged):
     rows = drawn(1000, count, torch.bfloat16)
     got = torch.empty_like(rows[0])
-    add_rows(got, **exchanged_in_place(rows, rank, staged), divisor=3)
+    add_rows(got, **exchanged_in_place(rows, rank, int(1000 * staged)), divisor=3)
     assert_same_bits(got, hop_by_hop(torch.bfloat16, rows, (rank + 1) % count, 3))
 
 
 def test_the_sum_may_take_the_place_of_the_row_that_is_added_last():
     rows = drawn(70_001, 5, torch.float32).nan_to_num(0.5, 2.0, -2.0)
-    given = exchanged_in_place(rows, 2, 1)
-    got, expected = given["rows"][2], hop_by_hop(torch.float32, rows, 3, 5)
-    mine, passed = new_stats(got), new_stats(got)
-    add_rows(got, **given, divisor=5, stats=mine)
-    stats(expected, passed)
-    assert_same_bits(got, expected)
-    assert_same_bits(mine, passed)
+    for staged in (70_001, 30_000):
+        given = exchanged_in_place(rows, 2, staged)
+        got, expected = given["rows"][2], hop_by_hop(torch.float32, rows, 3, 5)
+        mine, passed = new_stats(got), new_stats(got)
+        add_rows(got, **given, divisor=5, stats=mine)
+        stats(expected, passed)
+        assert_same_bits(got, expected)
+        assert_same_bits(mine, passed)
 
 
 @pytest.mark.parametrize(
     ("staged", "first", "message"),
     [
-        (X, 0, "add_rows: staged must be 2-D with adjacent elements"),
-        (torch.zeros(3, 8), 0, "add_rows: 3 staged rows do not fit 3 rows from row 0"),
-        (torch.zeros(0, 8), 0, "add_rows: 0 staged rows do not fit 3 rows from row 0"),
-        (torch.zeros(1, 8), None, "add_rows: 1 staged rows do not fit 3 rows from row None"),
-        (torch.zeros(1, 9), 0, "add_rows: staged must have 8 elements of torch.float32 on cpu, got 9 of torch.float32"),
-        (torch.zeros(1, 8).half(), 0, "add_rows: staged must have 8 elements of torch.float32 on cpu, got 8 of"),
+        (torch.zeros(2, 8), 0, "add_rows: staged must be 1-D"),
+        (torch.zeros(17), 0, r"add_rows: 17 staged elements do not fit rows of shape \(3, 8\)"),
+        (torch.zeros(0), 0, "add_rows: 0 staged elements do not fit rows"),
+        (X, None, "add_rows: 8 staged elements do not fit rows of .*, added from row None"),
+        (X.half(), 0, "add_rows: staged must be fp32, got torch.float16"),
+        (X.to("meta"), 0, "add_rows: staged must have 8 elements on cpu, got 8 on meta"),
     ],
 )
-def test_staged_rows_that_do_not_fit_are_refused(staged, first, message):
+def test_staged_elements_that_do_not_fit_are_refused(staged, first, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         add_rows(X, torch.zeros(3, 8), first, staged=staged)
+
+
+def test_rows_that_were_exchanged_in_place_must_be_adjacent():
+    with pytest.raises(ValueError, match=r"8 staged elements do not fit rows of shape \(3, 8\), strides \(16, 1\)"):
+        add_rows(X, torch.zeros(3, 16)[:, :8], staged=X)
 
 
 def test_rows_may_be_apart():

@@ -43,6 +43,17 @@ def test_cuts_are_handed_on_where_shards_differ_only():
     assert planned.only([1, 2], torch.float32).uneven_cuts == (0, 0, 64)
 
 
+def test_layouts_with_equal_places_share_a_key_whatever_their_names():
+    def laid_out(name, **options):
+        given = {"dtype": torch.float32, "trainable": True, "world_size": 2} | options
+        return lay_out([(f"{name}.weight", (8, 8)), (f"{name}.bias", (8,))], **given)
+
+    key = laid_out("blocks.0").places_key
+    assert laid_out("blocks.1").places_key is key
+    others = {"dtype": torch.bfloat16}, {"world_size": 3}
+    assert all(laid_out("blocks.0", **other).places_key is not key for other in others)
+
+
 def test_arenas_are_shared_by_kind_and_do_not_overlap():
     kinds = [(torch.float32, True), (torch.float32, False), (torch.float32, True), (torch.bfloat16, True)]
     parts = allocate_arenas(kinds, [64] * 4, torch.device("cpu"))

@@ -18,6 +18,7 @@ COLLECTED = {
     "shardlite/comm/shm/heap.py: os.close": "closes a file of memory",
     "shardlite/comm/shm/heap.py: self._reclaim": "frees pages, and appends to a deque",
     "shardlite/comm/shm/rendezvous.py: _close": "closes files of memory",
+    "shardlite/comm/streams.py: __del__": "appends to a list",
     "shardlite/comm/streams.py: program.wait_outside_captures": "a stream waits, and no thread; not if it is captured",
     "shardlite/comm/streams.py: self._queue.put": "a message to a thread; `SimpleQueue.put` takes no lock",
     "shardlite/comm/transport/nccl.py: setattr": "sets a flag",

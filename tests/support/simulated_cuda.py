@@ -61,8 +61,8 @@ class SimulatedStream:
     cuda: Simulated
     name: str
 
-    def record_event(self):
-        event = self.cuda.new_event()
+    def record_event(self, event=None):
+        event = event or self.cuda.new_event()
         event.record(self)
         return event
 

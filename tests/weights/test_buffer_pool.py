@@ -29,6 +29,20 @@ def test_own_views_are_made_once_and_are_no_escape():
     assert not buffer.escaped()
 
 
+def test_views_of_saved_weights_are_made_once_if_they_are_not_too_many():
+    buffer = Buffer(torch.arange(4096, dtype=torch.float32).view(torch.uint8))
+    place = torch.float32, torch.Size([2, 3]), (1, 2), 5
+    assert buffer.kept_view(place) is None
+    view = buffer.view(place)
+    assert buffer.kept_view(place) is view
+    assert view.tolist() == [[5, 7, 9], [6, 8, 10]]
+    assert not buffer.escaped()
+    for first in range(1000):
+        assert buffer.view((torch.float32, torch.Size([1]), (1,), first)).item() == first
+    assert buffer.kept_view((torch.float32, torch.Size([1]), (1,), 999)) is None
+    assert not buffer.escaped()
+
+
 class Mode(TorchDispatchMode):
     """A mode of the program."""
 

@@ -18,9 +18,9 @@ that `a` has not started this reduction, and that `a` waits for the gather.
 """
 
 import time
-from collections.abc import Collection
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, replace
 from threading import Lock
 
 import torch
@@ -81,11 +81,20 @@ class Progress:
         self._served = 0
         self._lock = Lock()  # gathers are joined on other threads
 
-    def begin_backward(self, backward: int) -> None:
+    def begin_backward(self) -> None:
         """Start a backward, identified by its number."""
         with self._lock:
             self._publishes = False
-            self._mine.backward, self._mine.reductions, self._mine.buckets, self._mine.out_of_turn = backward, 0, 0, 0
+            self._mine = _Standing(self._mine.backward + 1, gathers=self._mine.gathers)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Count nothing in the block, which a CUDA graph captures. A rank may capture more often than others."""
+        before = replace(self._mine), self.asked, self._served
+        try:
+            yield
+        finally:
+            self._mine, self.asked, self._served = before
 
     def publish(self) -> None:
         """Publish this rank's progress from now to the end of the backward. Has no effect outside a backward."""

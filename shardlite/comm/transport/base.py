@@ -92,6 +92,9 @@ class Transport:
     blocking = True
     """Whether waits block the host. If they do, a caller with other work needs a separate thread for the waits."""
 
+    replays = True
+    """Whether a CUDA graph can repeat the messages of a transport that does not block."""
+
     lends = False
     """Whether messages can be read in the sender's memory, with `borrow`."""
 

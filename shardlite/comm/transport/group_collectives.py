@@ -8,63 +8,47 @@
 The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
 ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective.
 
-**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, a row that arrives
-takes the place of a segment that was sent before it, and only the first rows are staged, `G = ceil((W-1)/8)` of them:
+**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, what arrives takes the
+place of what was sent before it, and only the first `D` elements are staged. In step `t` a rank sends segment `r+t`,
+and receives the row of rank `r-t`. With more than nine ranks a call makes several steps, and with fewer than six a step
+takes several calls, so there are at most 8 calls, one after the other on the current stream:
 
-    step t   send segment   receive row of rank   into              W=8, G=1: rank 0 then has these ranks' rows
-    1        r+1            r-1                   staging           segment   0 1 2 3 4 5 6 7   staging
-    t        r+t            r-t                   segment r+t-1     row of    0 6 5 4 3 2 1 -   7
+    W=8, D=S     call t   send segment r+t        receive row of r-t into segment r+t-1, at first into staging
+    W=3, D=S/3   call 1   send first third of r+1   receive first third of r-1's row into staging
+                 call 2   send second third         receive second third into the place of the first
 
-Each call makes `G` steps, so there are at most 8 calls, one after the other on the current stream. Then one kernel adds
-all rows in the order of the ring: it walks back from segment `r-1-G` to `r+1`, then adds the staged rows and segment
-`r`. Nothing is packed. Only if `G` rows exceed `SLICE_NBYTES`, the segments are cut into slices, which are reduced one
-after the other. Long reductions of unequal segments, or as a tree, are made in slices that are packed.
+    rank 0 then has      segment 0   1         2         staging
+    W=8, D=S             0           6         5  ..     7
+    W=3, D=S/3           0 0 0       2 2 1     1 1 -     2
+
+So the received rows follow each other in memory, from `D` elements before segment `r+1` on. One kernel adds all rows in
+the order of the ring. Nothing is packed. Long reductions of unequal segments, or as a tree, are made in slices that are
+packed.
 
 These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
 separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
 backends and not the functions of `torch.distributed`, which require process groups.
 
-**Two levels** (`TwoLevelCollectives`): reduce inside each node first, then across the nodes in shards.
-
-    inside    all-to-all of the `L` ranks of a node: the rank with place `j` receives from each rank of the node the
-              `N` segments of all ranks with place `j`; the `L` rows are added in the order `j+1, j+2, ..., j`
-    across    all-to-all of the `N` ranks with place `j`: node `m` receives the sums of its segment; the `N` rows are
-              added in the order `m+1, m+2, ..., m`, and divided
-
-        N=L=2              buckets           after inside            after across
-        node 0   rank 0    [a0 a1 a2 a3]     [b0+a0 . b2+a2 .]       [(d0+c0)+(b0+a0) . . .]
-                 rank 1    [b0 b1 b2 b3]     [. a1+b1 . a3+b3]       [. (c1+d1)+(a1+b1) . .]
-        node 1   rank 2    [c0 c1 c2 c3]     [d0+c0 . d2+c2 .]       [. . (b2+a2)+(d2+c2) .]
-                 rank 3    [d0 d1 d2 d3]     [. c1+d1 . c3+d3]       [. . . (a3+b3)+(c3+d3)]
-
-This is the order of the schedule `hierarchical`, so the results have the bits of that schedule. The bits depend on `L`.
-
-A rank sends `(L-1)/L` of the buffer inside its node, and `(N-1)/(N L)` of the buffer across nodes. Together this is
-`(W-1)/W`, as in one exchange among all ranks. But one exchange among all ranks sends `(W-L)/W` of the buffer across
-nodes, `L` times as much.
-
 Legend: `W` ranks, `r` this rank, `n` elements in the full buffer, `S` elements of the longest segment. A slice is one
-range of elements of every segment. In two levels there are `N` nodes of `L` ranks, `W = N L`, and rank `m L + j` has
-place `j` in node `m`.
+range of elements of every segment.
 """
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import State, Table, add_rows
+from shardlite_kernels import State, Table
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut
 from shardlite.comm.executor import Rows
-from shardlite.comm.transport.base import Completed, Message, Pending, Transport
+from shardlite.comm.transport.base import Message, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.errors import CommError
@@ -165,6 +149,8 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -
     Return the range of elements of each slice. There are as few slices as possible, and all slices except the last
     have equal length.
     """
+    if 0 < rows * longest * itemsize <= nbytes:
+        return ((0, longest),)
     unit = max(grain, SHORTEST)
     most = max(nbytes // (rows * itemsize * unit), 1) * unit
     count = -(-longest // most)
@@ -181,34 +167,27 @@ SLICE_NBYTES = 192 << 20
 """Maximum bytes of the staged rows of a slice."""
 
 MOST_CALLS = 8
-"""Maximum number of calls that exchange a slice inside the bucket."""
+"""Maximum number of calls that exchange a reduction inside the bucket."""
 
 
-@lru_cache(maxsize=1024)
-def staged_rows(
-    longest: int, world_size: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES, *, in_bucket: bool = True
-) -> int:
-    """Return the number of rows that a reduction stages at a time, at most `nbytes` each slice.
+def in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_NBYTES) -> int:
+    """Return the number of elements that a call of an exchange inside the bucket sends and that are staged, `D`.
 
-    With two ranks, this is the other rank's row. Otherwise, all rows are staged if they fit in one slice. If they do
-    not, the first rows of an exchange inside the bucket are staged, or all rows together with the sent data.
+    Return 0 if all received rows of segments of `longest` elements fit in `nbytes`, so that they are staged at once.
+    The result is about an eighth of the bucket, or less if a step takes several calls.
     """
-    if world_size <= 2:
-        return 1
-    unit = max(grain, SHORTEST)
-    if world_size * -(-longest // unit) * unit * itemsize <= nbytes:
-        return world_size
-    return -(-(world_size - 1) // MOST_CALLS) if in_bucket else 2 * world_size
+    staged = world_size if world_size > 2 else 1
+    if world_size == 1 or staged * longest * itemsize <= nbytes:
+        return 0
+    steps = -(-(world_size - 1) // MOST_CALLS)
+    parts = max(1, min(-(-MOST_CALLS // world_size), MOST_CALLS // (world_size - 1)))
+    return steps * min(-(-longest // (parts * SHORTEST)) * SHORTEST, longest)
 
 
-def staging_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the number of elements of `rows` staged rows of the longest slice."""
-    return rows * max((stop - start for start, stop in slices_of(longest, rows, itemsize, grain, nbytes)), default=0)
-
-
-def rows_numel(longest: int, world_size: int, itemsize: int, grain: int) -> int:
+def rows_numel(longest: int, world_size: int, itemsize: int) -> int:
     """Return the number of elements of the staging buffer of a reduction of equal segments in the order of a ring."""
-    return staging_of(longest, staged_rows(longest, world_size, itemsize, grain), itemsize, grain)
+    staged = world_size if world_size > 2 else 1
+    return in_bucket(longest, world_size, itemsize) or staged * longest
 
 
 def _synchronous(options: Any) -> Any:
@@ -249,82 +228,86 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             self._books.track("staging", rows)
             rows[self.rank * length :][: stop - start] = full[start:stop]
 
-        def call(rows: Tensor, own: Tensor) -> Any:
-            return self._group._allgather_base(rows, own, _GATHER)
-
         memory, nbytes = as_bytes(rows), length * full.itemsize
-        self._run("all-gather", call, memory, memory[self.rank * nbytes :][:nbytes])
+        own = memory[self.rank * nbytes :][:nbytes]
+        self._run("all-gather", self._group._allgather_base, (memory, own), _GATHER)
         if not cut.even:
             for rank, (low, high) in enumerate(cut.bounds):
                 full[low:high] = rows[rank * length :][: high - low]
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment."""
-        rows = self._staged_rows(cut, itemsize, grain)
-        return slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
+        """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
+        rows = 1 if self.world_size == 2 else self.world_size
+        slices = slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
+        if rows == 1 or len(slices) < 2:
+            return slices
+        return slices_of(cut.longest, 2 * rows, itemsize, grain, self.slice_nbytes)
 
     def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
         """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
         if self.sums(cut):
             return cut.longest
-        return staging_of(cut.longest, self._staged_rows(cut, itemsize, grain), itemsize, grain, self.slice_nbytes)
+        if staged := self._in_bucket(cut, itemsize):
+            return staged
+        slices = self.slices(cut, itemsize, grain)
+        rows = 1 if self.world_size == 2 else self.world_size * (1 + (len(slices) > 1))
+        return rows * max((stop - start for start, stop in slices), default=0)
 
-    def _staged_rows(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of rows that a reduction stages at a time."""
-        in_ring = cut.even and self.first_row is not None
-        given = cut.longest, self.world_size, itemsize, grain, self.slice_nbytes
-        return staged_rows(*given, in_bucket=in_ring)
+    def _in_bucket(self, cut: Cut, itemsize: int) -> int:
+        """Return the number of elements that are staged in an exchange inside the bucket, or 0 if there is none."""
+        if not cut.even or self.first_row is None:
+            return 0
+        return in_bucket(cut.longest, self.world_size, itemsize, self.slice_nbytes)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
         """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
 
-        With two ranks, the method yields only the other rank's row, [1, .]. The rows of a long reduction are in `full`
-        and `staging`, and those of other reductions in `staging`.
+        With two ranks, the method may yield only the other rank's row, [1, .]. The rows of a long reduction are in
+        `full` and `staging`, and those of other reductions in `staging`.
 
         Raises:
             CommError: a peer failed or is late.
         """
-        count = self._staged_rows(cut, full.itemsize, cut.grain)
-        if count >= self.world_size - 1:
-            return super().rows(full, cut, staging)
-        return self._rows_in_bucket(full, self.slices(cut, full.itemsize, cut.grain), staging, count)
+        if not (count := self._in_bucket(cut, full.itemsize)):
+            yield from super().rows(full, cut, staging)
+            return
+        staged = staging[:count]
+        self._exchange_in_bucket(full, staged)
+        yield 0, Rows(full.view(self.world_size, -1), self.first_row, staged)
 
-    def _rows_in_bucket(
-        self, full: Tensor, slices: Sequence[tuple[int, int]], staging: Tensor, count: int
-    ) -> Iterator[tuple[int, Rows]]:
-        """Yield the rows of `slices` of equal segments, of which `count` rows are staged."""
-        for start, stop in slices:
-            bucket = full.view(self.world_size, -1)[:, start:stop]
-            staged = staging[: count * (stop - start)].view(count, -1)
-            self._exchange_in_bucket(bucket.unbind(), staged.unbind())
-            yield start, Rows(bucket, (self.rank - 1 - count) % self.world_size, staged)
+    def _exchange_in_bucket(self, full: Tensor, staged: Tensor) -> None:
+        """Send each rank its segment of `full` [n], and receive every rank's row where `add_rows` expects it.
 
-    def _exchange_in_bucket(self, bucket: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
-        """Send each rank its row of the `bucket`, and receive every rank's row where `add_rows` expects it.
-
-        A row is received in `staged`, or in the place of a row that the previous call has sent.
+        A call sends and receives at most as many elements as `staged` [D] has.
         """
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-        places = [*staged, *(bucket[peer] for peer in others)][: len(others)]
-        for at in range(0, len(others), len(staged)):
-            now = slice(at, at + len(staged))
-            sent = {peer: bucket[peer] for peer in others[now]}
-            self._trade(sent, dict(zip(others[::-1][now], places[now], strict=True)))
+        full, staged = as_bytes(full), as_bytes(staged)
+        ranks, most, total = self.world_size, staged.numel(), full.numel()
+        length = total // ranks
+        pieces = [(step, low) for step in range(1, ranks) for low in range(0, length, most)]
+        together = max(most // length, 1)
+        for at in range(0, len(pieces), together):
+            sent, received = {}, {}
+            for step, low in pieces[at : at + together]:
+                numel = min(most, length - low)
+                target, source, begun = (self.rank + step) % ranks, (self.rank - step) % ranks, (step - 1) * length
+                sent[target] = full.narrow(0, target * length + low, numel)
+                place = (self.rank * length + length + begun + low - most) % total
+                memory, place = (staged, begun + low) if begun + low < most else (full, place)
+                received[source] = memory.narrow(0, place, numel)
+            self._trade(sent, received)
 
     def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send a tensor [.] to each of some ranks, and receive a tensor [.] from as many, in one call."""
-        if len(sent) == 1:
-            ((target, row),), ((source, place),) = sent.items(), received.items()
-            self._all_to_all(place, row, self._only(source, place), self._only(target, row))
+        """Send bytes [.] to each of some ranks, and receive bytes [.] from as many, in one call."""
+        if len(sent) > 1:
+            nothing = next(iter(sent.values()))[:0]
+            lists = [[each.get(rank, nothing) for rank in range(self.world_size)] for each in (received, sent)]
+            tensors = *received.values(), *sent.values()
+            self._run("all-to-all", lambda *_: self._group.alltoall(*lists, _EXCHANGE), tensors)
             return
-        nothing = next(iter(sent.values()))[:0]
-        lists = [[as_bytes(each.get(rank, nothing)) for rank in range(self.world_size)] for each in (received, sent)]
-        call = partial(self._group.alltoall, *lists, _EXCHANGE)
-        self._run("all-to-all", lambda *_: call(), *received.values(), *sent.values())
-
-    def _only(self, peer: int, tensor: Tensor) -> list[int]:
-        """Return the bytes to or from each rank if `tensor` is sent to or received from `peer` alone."""
-        return [tensor.nbytes * (rank == peer) for rank in range(self.world_size)]
+        ((target, row),), ((source, place),) = sent.items(), received.items()
+        splits = [0] * self.world_size, [0] * self.world_size
+        splits[0][source], splits[1][target] = place.numel(), row.numel()
+        self._run("all-to-all", self._group.alltoall_base, (place, row), *splits, _EXCHANGE)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
@@ -338,8 +321,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         if self.world_size == 2:
             ranges = cut.ranges(part)
             own, others = slice(*ranges[self.rank]), slice(*ranges[1 - self.rank])
-            row, sent = staging[: own.stop - own.start], full[others]
-            self._trade({1 - self.rank: sent}, {1 - self.rank: row})
+            row = staging[: own.stop - own.start]
+            self._trade({1 - self.rank: as_bytes(full[others])}, {1 - self.rank: as_bytes(row)})
             return row.view(1, -1)
         sent, sizes = full, cut.sizes(part)
         if sum(sizes) < full.numel():
@@ -351,19 +334,11 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Send `sent` to the ranks, `sizes[k]` elements to rank `k`. Return the received rows, [W, .] in `staging`."""
         own = sizes[self.rank]
         rows = staging[: self.world_size * own]
-        splits: tuple[list[int], ...] = ()  # equal parts
+        splits: tuple[list[int], list[int]] = [], []  # equal parts
         if len(set(sizes)) > 1:
             splits = [own * sent.itemsize] * self.world_size, [size * sent.itemsize for size in sizes]
-        self._all_to_all(rows, sent, *splits)
+        self._run("all-to-all", self._group.alltoall_base, (as_bytes(rows), as_bytes(sent)), *splits, _EXCHANGE)
         return rows.view(self.world_size, own)
-
-    def _all_to_all(self, rows: Tensor, sent: Tensor, *splits: list[int]) -> None:
-        """Receive `rows` [.] and send `sent` [.]. `splits`: bytes received from and sent to each rank, if unequal."""
-
-        def call(rows: Tensor, sent: Tensor) -> Any:
-            return self._group.alltoall_base(rows, sent, *(splits or ([], [])), _EXCHANGE)
-
-        self._run("all-to-all", call, as_bytes(rows), as_bytes(sent))
 
     def sums(self, cut: Cut) -> bool:
         """Return whether the process group itself adds a buffer with this `cut`, by `reduce_scatter`."""
@@ -377,10 +352,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """
         own = staging[: full.numel() // self.world_size]
 
-        def call(own: Tensor, full: Tensor) -> Any:
-            return self._group._reduce_scatter_base(own, full, _SUM_SCATTERED)
-
-        self._run("reduce-scatter", call, own, full)
+        self._run("reduce-scatter", self._group._reduce_scatter_base, (own, full), _SUM_SCATTERED)
         return own.view(1, -1)
 
     def all_reduce(self, numbers: Tensor) -> None:
@@ -389,7 +361,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         Raises:
             CommError: a peer failed or is late.
         """
-        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), numbers)
+        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), (numbers,))
 
     def largest(self, numbers: Tensor) -> None:
         """Replace integers [n] in place by their maximum over the ranks.
@@ -397,7 +369,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         Raises:
             CommError: a peer failed or is late.
         """
-        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), numbers)
+        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), (numbers,))
 
     def broadcast(self, full: Tensor, source: int) -> None:
         """Copy `full` [n] of rank `source` to `full` of every other rank.
@@ -407,20 +379,17 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """
         options = _synchronous(c10d.BroadcastOptions())
         options.rootRank = source
-        self._run("broadcast", lambda full: self._group.broadcast([full], options), as_bytes(full))
+        self._run("broadcast", lambda full: self._group.broadcast([full], options), (as_bytes(full),))
 
-    def _run(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> None:
-        """Run a collective on tensors [.]."""
-        self._begin(what, call, *tensors).wait()
-
-    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
-        """Start a collective on tensors [.]."""
+    def _run(self, what: str, call: Callable[..., dist.Work | None], tensors: Sequence[Tensor], *options: Any) -> None:
+        """Run a collective on tensors [.]: call `call(*tensors, *options)`."""
         posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=tensors)
         try:
-            work = call(*tensors)
+            work = call(*tensors, *options)
         except RuntimeError as error:
             raise posted.refused(error) from error
-        return Completed() if work is None else InFlight((work,), posted, self._hang_up)
+        if work is not None:
+            InFlight((work,), posted, self._hang_up).wait()
 
 
 def _on_same_memory(tensor: Tensor) -> Tensor:
@@ -459,131 +428,36 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self.exchange(messages, tag=0).wait()
 
     def _trade(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
-        """Send a tensor [.] to each of some ranks, and receive a tensor [.] from as many.
+        """Send bytes [.] to each of some ranks, and receive bytes [.] from as many.
 
-        With more than two ranks, tensors are messages: gloo's all-to-all would also send empty messages to all other
+        With more than two ranks, they are messages: gloo's all-to-all would also send empty messages to all other
         ranks, and gloo has no all-to-all of lists.
         """
         if self.world_size == 2:
             super()._trade(sent, received)
             return
-        messages = [Message(as_bytes(each), peer, outgoing=False) for peer, each in received.items()]
-        messages += [Message(as_bytes(each), peer, outgoing=True) for peer, each in sent.items()]
+        messages = [Message(each, peer, outgoing=False) for peer, each in received.items()]
+        messages += [Message(each, peer, outgoing=True) for peer, each in sent.items()]
         self.exchange(messages, tag=0).wait()
 
-    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
+    def _run(self, what: str, call: Callable[..., dist.Work | None], tensors: Sequence[Tensor], *options: Any) -> None:
         """Run a collective on tensors [.], and wait until it ends."""
         try:
-            super()._begin(what, call, *map(_on_same_memory, tensors)).wait()
+            super()._run(what, call, [*map(_on_same_memory, tensors)], *options)
         except CommError:
             self._lost.append(tensors)
             raise
-        return Completed()
 
 
 class NcclCollectives(GroupCollectives, NcclTransport):
     """Collectives of CUDA tensors over `group`, on the current stream, so that the priority of that stream applies."""
 
-    def _begin(self, what: str, call: Callable[..., dist.Work | None], *tensors: Tensor) -> Pending:
+    def _run(self, what: str, call: Callable[..., dist.Work | None], tensors: Sequence[Tensor], *options: Any) -> None:
+        """Run a collective on tensors [.]. The host does not wait, since NCCL runs it on the current stream."""
         self._take_turn()
-        return super()._begin(what, call, *tensors)
-
-
-class TwoLevelCollectives(WholeCollectives):
-    """Reductions over `inside` (the ranks of this node), then over `across` (the ranks with this place in their nodes).
-
-    Other collectives use `flat`, which connects all ranks: NCCL's gathers detect nodes themselves, and integer sums are
-    exact in any order.
-    """
-
-    algorithm = "hierarchical"
-
-    def __init__(self, flat: GroupCollectives, inside: GroupCollectives, across: GroupCollectives) -> None:
-        self.flat, self.inside, self.across = flat, inside, across
-        self.rank, self.world_size, self.node = flat.rank, flat.world_size, inside.world_size
-        self.batched, self.blocking = flat.batched, flat.blocking
-        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes // 2  # the other half is for sent data
-
-    def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
-        """Return staging memory [nbytes], registered with `inside`, because `inside` sends most of the data."""
-        return self.inside.empty_persistent(nbytes, device)
-
-    @property
-    def first_row(self) -> int | None:
-        """Index of the row that is added first: the row of the next node."""
-        return self.across.first_row
-
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.all_gather(full, cut)
-
-    def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` to `full` of every other rank.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.broadcast(full, source)
-
-    def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.all_reduce(numbers)
-
-    def nbytes_across(self, cut: Cut, itemsize: int) -> int:
-        """Return the bytes that this rank sends to other nodes in a reduction."""
-        mine = sum(stop - start for start, stop in cut.bounds[self.inside.rank :: self.node])
-        start, stop = cut.bounds[self.rank]
-        return (mine - (stop - start)) * itemsize
-
-    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of elements of the staging buffer. One half is for rows, the other half for sent data."""
-        return 2 * super().rows_numel(cut, itemsize, grain)
-
-    def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return every node's row for the range `part` of this rank's segment of `full` [n], as [N, .] in `staging`.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        sizes = cut.sizes(part)
-        by_place = [sizes[place :: self.node] for place in range(self.node)]
-        rows, sent = staging.chunk(2)
-        sent = sent[: sum(sizes)]
-        _pack(sent, full, cut, part, self.node)
-        with self._level("inside its node"):
-            given = self.inside.all_to_all(rows, sent, [*map(sum, by_place)])
-        mine = by_place[self.inside.rank]
-        sums = sent[: sum(mine)]  # reused, because its former content has been sent
-        if sums.numel():
-            add_rows(sums, given, self.inside.first_row)
-        with self._level("across nodes"):
-            return self.across.all_to_all(rows, sums, mine)
-
-    @contextmanager
-    def _level(self, where: str) -> Iterator[None]:
-        """Add this rank's number among all ranks to an error of the block.
-
-        The error itself has only the rank's number within the level.
-        """
         try:
-            yield
-        except CommError as error:
-            raise CommError(f"rank {self.rank}, in a reduction {where}: {error}") from error
-
-
-def _pack(out: Tensor, full: Tensor, cut: Cut, part: tuple[int, int], node: int) -> None:
-    """Copy `part` of each rank's segment of `full` [n] to `out` [.], ordered by the rank's place, then by its node."""
-    if cut.even:
-        parts = full.view(-1, node, cut.longest)[..., slice(*part)].transpose(0, 1)
-        out.view(parts.shape).copy_(parts)
-        return
-    ranges = cut.ranges(part)
-    torch.cat([full[start:stop] for place in range(node) for start, stop in ranges[place::node]], out=out)
+            if (work := call(*tensors, *options)) is not None:
+                work.wait()
+        except RuntimeError as error:
+            posted = Posted(self.rank, timeout=self._timeout, collective=what, tensors=tensors)
+            raise posted.refused(error) from error

@@ -16,11 +16,11 @@ from shardlite.comm.transport.group_collectives import (
     GlooCollectives,
     GroupCollectives,
     NcclCollectives,
-    TwoLevelCollectives,
     WholeCollectives,
 )
 from shardlite.comm.transport.nccl import NcclTransport, communicator
 from shardlite.comm.transport.symmetric import symmetric_memory
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 

@@ -93,6 +93,7 @@ class SymmetricMemoryTransport(WholeCollectives):
 
     batched = True
     blocking = False
+    replays = False
 
     def __init__(
         self, memory: _SymmetricMemory, timeout: timedelta, area: Tensor | None = None, *, programs: int = PROGRAMS

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -28,10 +30,11 @@ from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from bench.support.simulated_cuda import Clock, Cuda, Event, Stream
-from shardlite.comm.transport.base import Completed, Message, Pending
+from shardlite.comm.transport.base import Message, Pending
 from shardlite.comm.transport.group_collectives import SLICE_NBYTES, NcclCollectives
 from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.config import Route
+from tests.comm.streams.simulated_graph import Graph
 
 _ONLY_ALLOCATES = ("aten.empty", "aten.new_empty")
 _ONLY_VIEWS = ("aten.detach", "aten.set_", "aten.alias", "aten._unsafe_view")
@@ -53,8 +56,10 @@ class _Access:
         return f"{self.what} {'writes' if self.writes else 'reads'} on {self.stream.name}"
 
 
-@dataclass
-class _Memory:
+@dataclass(eq=False)
+class Memory:
+    """Memory of one storage."""
+
     allocated_on: Stream
     born: int
     """How far that stream was: it may have used the same memory until then."""
@@ -65,6 +70,10 @@ class _Memory:
 
     handed_over: Event | None = None
     """Behind which streams are that read it, because autograd's engine sees to it."""
+
+    is_alive: bool = True
+    is_graphs: bool = False
+    """Whether it was allocated during a capture."""
 
 
 class Gpu(Cuda):
@@ -90,7 +99,11 @@ class Gpu(Cuda):
         self._operations: dict[str, tuple[Stream, int]] = {}
         """The last one of each communicator: its stream, and its number there."""
 
-        self._memory: dict[int, _Memory] = {}
+        self._memory: dict[int, Memory] = {}
+        self.recording: Graph | None = None
+        self.replays = 0
+        self.launched_until = 0
+        """Number of collectives and messages until the end of the latest capture."""
 
     def hosts(self, exchange: Callable[..., None]) -> Callable[..., None]:
         """Count an exchange of the hosts in which the program takes part."""
@@ -105,10 +118,40 @@ class Gpu(Cuda):
         """Count a way in which the program reads numbers of the device."""
 
         def counted(tensor: Tensor) -> Any:
-            self.waits["item"] += not (self.is_elsewhere or _in_place_of_a_kernel())
+            self.note_read()
             return read(tensor)
 
         return counted
+
+    def note_read(self) -> None:
+        """Note that the host reads a number."""
+        if not (self.is_elsewhere or _in_place_of_a_kernel()):
+            self.refuse_in_capture("the host reads a number")
+            self.waits["item"] += 1
+
+    @contextmanager
+    def captured_in(self, graph: Graph) -> Iterator[None]:
+        """Record what runs, as `torch.cuda.graph` does."""
+        with self.capturing():
+            self.recording = graph
+            try:
+                yield
+            finally:
+                self.recording = None
+                graph.end()
+                self.launched_until = self.launched.total()
+                for stream, captured in product(self._streams, self.captured):  # nothing of it has run
+                    stream.clock |= captured.clock
+
+    def carry_out(self, function: Callable[..., None], written: Sequence[Tensor], *read: Tensor) -> None:
+        """Do what NCCL does."""
+        if self.recording is not None:
+            for each in written:
+                self.recording.save(each)
+            arguments = self.recording.arguments((written, *read), {})
+            self.recording.record(function, arguments)
+        with _disable_current_modes(), torch.no_grad():
+            function(written, *read)
 
     def access(self, tensor: Tensor, what: str, *, writes: bool, stream: Stream | None = None) -> None:
         """Note that the operation that `stream` has begun last reads or writes a tensor."""
@@ -116,9 +159,11 @@ class Gpu(Cuda):
             return
         stream = stream or self.current()
         self.moved[what] += tensor.nbytes
-        start, stop = _span(tensor)
+        self.access_bytes(self.memory_of(tensor), *_span(tensor), stream, what, writes=writes)
+
+    def access_bytes(self, memory: Memory, start: int, stop: int, stream: Stream, what: str, *, writes: bool) -> None:
+        """Note an access of bytes."""
         now = _Access(start, stop, stream, stream.clock[stream.number], writes, what)
-        memory = self.memory_of(tensor)
         if stream.clock[memory.allocated_on.number] < memory.born:
             self.races[f"{now}, but is not behind the stream that allocated it"] += 1
         for before in memory.accesses:
@@ -161,18 +206,29 @@ class Gpu(Cuda):
             self.memory_of(each).handed_over = self.current().record_event()
             self.record_stream(each, self.compute)
 
-    def memory_of(self, tensor: Tensor) -> _Memory:
+    def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._memory:
             self.check_captured(self.current(), "memory")
-            self._memory[key] = _Memory(stream := self.current(), stream.clock[stream.number])
+            self._memory[key] = memory = Memory(stream := self.current(), stream.clock[stream.number])
+            if self.recording is not None:
+                self.recording.own[memory], memory.is_graphs = storage.data_ptr(), True
             weakref.finalize(storage, self._free, key).atexit = False
         return self._memory[key]
 
+    def knows(self, tensor: Tensor) -> bool:
+        """Return whether the memory of a tensor was used before."""
+        return tensor.untyped_storage()._cdata in self._memory
+
     def _free(self, key: int) -> None:
         memory = self._memory.pop(key, None)
-        for each in [] if memory is None else memory.accesses:
+        if memory is None:
+            return
+        memory.is_alive = False
+        if memory.is_graphs and self.recording is None:
+            return  # it waits for the end of the graph
+        for each in memory.accesses:
             if not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
 
@@ -189,6 +245,8 @@ class Gpu(Cuda):
 
         with ExitStack() as stack:
             stack.enter_context(self.in_place())
+            stack.enter_context(mock.patch.object(torch.cuda, "CUDAGraph", partial(Graph, self)))
+            stack.enter_context(mock.patch.object(torch.cuda, "graph", self.captured_in))
             stack.enter_context(mock.patch.object(Tensor, "record_stream", lambda *it: self.record_stream(*it)))
             stack.enter_context(mock.patch.object(Tensor, "tolist", self.reading(Tensor.tolist)))
             for method in ("all_gather", "all_reduce"):
@@ -232,9 +290,16 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
+        name, schema, graph = str(func), func._schema, self._gpu.recording
+        arguments = None if graph is None else graph.arguments(args, kwargs)
+        for i, argument in enumerate(schema.arguments if graph is not None else ()):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for each in tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name)):
+                    if isinstance(each, Tensor):
+                        graph.save(each)
         out = func(*args, **kwargs)
-        name, schema = str(func), func._schema
-        self._gpu.waits["item"] += name == "aten._local_scalar_dense.default" and not _in_place_of_a_kernel()
+        if name == "aten._local_scalar_dense.default":
+            self._gpu.note_read()
         is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns)
         if is_view or name.startswith(_ONLY_VIEWS):
             return out
@@ -246,6 +311,8 @@ class _Operators(TorchDispatchMode):
             if isinstance(each, Tensor) and (event := self._gpu.memory_of(each).handed_over) is not None:
                 event.wait()
         self._gpu.current().launch()
+        if graph is not None:
+            graph.record(func, arguments, out)
         for i, argument in enumerate(schema.arguments):
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
@@ -280,10 +347,7 @@ class _Messages(NcclTransport):
             what = "a send" if each.outgoing else "a receive"
             gpu.access(each.tensor, what, writes=not each.outgoing, stream=stream)
             gpu.record_stream(each.tensor, stream)
-        with _disable_current_modes(), torch.no_grad():
-            for each in messages:
-                if not each.outgoing:
-                    each.tensor.zero_()
+        gpu.carry_out(_zero, [each.tensor for each in messages if not each.outgoing])
         return _Sent(gpu, stream.record_event())
 
 
@@ -306,14 +370,13 @@ class _Collectives(NcclCollectives):
         self._communicator = gpu.communicator()
         self._communicator.lend(self)
 
-    def _begin(self, what: str, call: Any, *tensors: Tensor) -> Pending:
+    def _run(self, what: str, call: Any, tensors: Sequence[Tensor], *_: Any) -> None:
         gpu, stream = self._gpu, self._gpu.current()
         gpu.launched["collectives"] += 1
         self._take_turn()
         gpu.begin(self._communicator.name)
         gpu.collectives.append((stream, stream.clock[stream.number], Counter(stream.clock)))
         self._carry_out(what, *tensors)
-        return Completed()
 
     def _carry_out(self, what: str, *tensors: Tensor) -> None:
         written, *read = tensors
@@ -324,9 +387,20 @@ class _Collectives(NcclCollectives):
         self._gpu.access(written, what, writes=True)
         if what == "all-reduce":
             return None
-        with _disable_current_modes(), torch.no_grad():
-            kept = [each.clone() for each in read]
-            written.zero_()
-            for each, values in zip(read, kept, strict=True):
-                each.copy_(values)  # a gather finds this rank's part in its place
-        return None
+        return self._gpu.carry_out(_receive, [written], *read)
+
+
+def _zero(written: Sequence[Tensor]) -> None:
+    for each in written:
+        each.zero_()
+
+
+def _receive(written: Sequence[Tensor], *read: Tensor) -> None:
+    """Receive this rank's own part of `read` from each rank."""
+    kept = [each.reshape(-1).clone() for each in read]
+    for into, sent in zip(written, kept, strict=False):
+        flat = into.view(-1)
+        for part in flat.split(len(sent)):
+            part.copy_(sent[: len(part)])
+    for each, values in zip(read, kept, strict=True):
+        each.copy_(values.view(each.shape))  # a gather finds this rank's part in its place

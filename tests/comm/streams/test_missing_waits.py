@@ -5,6 +5,7 @@ Without the mutants these programs have no race: `test_stream_races.py`.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,7 +66,13 @@ def submit(queue, *operations, behind=None, begins=True, ends_late=True):
             operation()
         if ends_late:
             end.record(queue._stream)
-    return _StreamWork(queue._device, end, host)
+    return _StreamWork(queue._device, end, host, queue._free)
+
+
+def event_of_the_latest_operation(queue):
+    """Return the begin, the end, the end and the begin of operations by turns, so that an end becomes a begin."""
+    one, other = torch.cuda.Event(), torch.cuda.Event()
+    return next(vars(queue).setdefault("two events", cycle([one, other, other, one])))
 
 
 def submit_beside(queue, *operations, behind=None, **without):
@@ -134,6 +141,9 @@ MUTANTS = {
     ),
     "the end of an operation is recorded at its start": Mutant(
         CudaStreamQueue, "submit", partial(submit, ends_late=False), partial(training, name="stage 2")
+    ),
+    "an event is recorded again before the program has waited for it": Mutant(
+        CudaStreamQueue, "event", event_of_the_latest_operation, partial(training, name="stage 3")
     ),
     "weights are used before they are gathered": Mutant(
         Passes, "wait", bind_at_once, partial(training, name="stage 3")

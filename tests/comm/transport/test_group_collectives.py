@@ -110,11 +110,19 @@ def train_long(group, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("in_backward", "stage", "optimizer", "options"),
-    [(True, 3, {"state": "int8"}, {}), (True, 0, {}, {"precision": NARROW_WIRE}), (False, 3, {}, {"precision": SPLIT})],
+    ("size", "in_backward", "stage", "optimizer", "options"),
+    [
+        (3, True, 3, {"state": "int8"}, {}),
+        (3, True, 0, {}, {"precision": NARROW_WIRE}),
+        (3, False, 3, {}, {"precision": SPLIT}),
+        (2, True, 3, {}, {"precision": NARROW_WIRE}),
+        (2, False, 2, {}, {}),
+    ],
 )
-def test_every_format_has_the_bits_of_messages_if_reductions_are_long(cluster, stage, in_backward, optimizer, options):
-    cluster.check(train_long, 3, stage, "auto", in_backward, optimizer, options)
+def test_every_format_has_the_bits_of_messages_if_reductions_are_long(
+    cluster, size, stage, in_backward, optimizer, options
+):
+    cluster.check(train_long, size, stage, "auto", in_backward, optimizer, options)
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -150,11 +158,12 @@ def of_units(model):
 
 def reduce_in_slices(transport, cases, divisor):
     with patch.object(transport, "slice_nbytes", 512):
-        case = max(cases, key=lambda case: case.numel)
-        needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts)
-        assert needed * case.dtype.itemsize <= 512
-        cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
-        assert len(transport.slices(cut, case.dtype.itemsize, 1)) > 3
+        for case in cases:
+            cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
+            needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts) * case.dtype.itemsize
+            in_bucket = transport._in_bucket(cut, case.dtype.itemsize) * case.dtype.itemsize
+            shortest = 2 * transport.world_size * group_collectives.SHORTEST * case.dtype.itemsize
+            assert needed == in_bucket or (not in_bucket and needed <= max(512, shortest))
         return reduce_everything(transport, cases, divisor)
 
 
@@ -169,7 +178,7 @@ def reduce_in_slices_by_collectives(*arguments):
 def test_long_rows_go_in_slices(cluster, size, reduce):
     """Equal segments of any length, and of lengths that are no multiple of 8 bytes; and segments of different lengths.
 
-    The rows of equal segments are exchanged inside the bucket.
+    The rows of equal segments are exchanged inside the bucket, in one to three parts each. Others are packed.
     """
     cases = cases_for(size, FLOATS) + [Case(n * size, dtype, 1 << 20) for n in (333, 1000) for dtype in FLOATS]
     results = run("whole", cluster, reduce, size, cases, size)

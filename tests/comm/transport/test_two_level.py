@@ -6,6 +6,7 @@ Legend: `W` ranks in `N` nodes of `L`.
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
@@ -25,8 +26,9 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport
-from shardlite.comm.transport.group_collectives import GroupCollectives, TwoLevelCollectives, as_bytes
+from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.config import Route
 from tests.support.internals import units
 from tests.support.logs import logged
@@ -70,10 +72,12 @@ class Exchanging:
         self.sent = 0
 
     all_to_all = GroupCollectives.all_to_all
+    _group = SimpleNamespace(alltoall_base=None)
 
-    def _all_to_all(self, rows, sent, *splits):
-        rows, sent = as_bytes(rows), as_bytes(sent)
-        received, given = splits or ([len(rows) // self.world_size] * self.world_size,) * 2
+    def _run(self, _, __, tensors, received, given, ___):
+        rows, sent = tensors
+        equal = [len(rows) // self.world_size] * self.world_size
+        received, given = received or equal, given or equal
         messages = [Message(each, peer, outgoing=False) for each, peer in self._parts(rows, received)]
         messages += [Message(each, peer, outgoing=True) for each, peer in self._parts(sent, given)]
         self.sent += sum(given) - given[self.rank]

@@ -188,9 +188,11 @@ def test_add_rows_adamw(dtype, form, count, first):
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    ("form", "count", "rank", "staged"), [*((form, 3, 1, 1) for form in FORMS), (FORMS[0], 70, 3, 9)]
+    ("form", "count", "rank", "staged"),
+    [*((form, 3, 1, 1003) for form in FORMS), (FORMS[0], 70, 3, 9027), (FORMS[0], 2, 0, 256)],
 )
 def test_add_rows_adamw_that_were_exchanged_in_place(dtype, form, count, rank, staged):
+    """A part of a row at a time, a row, or several. Of a part of the elements, too."""
     numel = 1003
     rows = torch.stack([random_grad(numel, seed, dtype) for seed in range(count)])
     mine, theirs, plain = (random_state(form, numel, 0) for _ in range(3))
@@ -200,6 +202,11 @@ def test_add_rows_adamw_that_were_exchanged_in_place(dtype, form, count, rank, s
     add_rows_adamw(plain, rows, table, first=(rank + 1) % count, **given)
     assert_same_state(mine, theirs)
     assert_same_state(mine, plain)
+    places = exchanged_in_place(rows, rank, staged)
+    for part in (slice(0, 160), slice(160, numel)):
+        some = random_state(form, numel, 0).part(part.start, part.stop)
+        add_rows_adamw(some, table=table.part(part.start, part.stop), **places, start=part.start, **given)
+        assert_same_state(some, plain.part(part.start, part.stop))
 
 
 def test_a_flag_that_is_up_stays_up():

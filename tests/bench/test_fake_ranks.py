@@ -1,0 +1,219 @@
+"""Eight ranks on one GPU: what a fake collective costs, that systems take turns, and what is compared with what."""
+
+from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bench.gpu import fake_ranks, link
+from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
+from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
+from bench.gpu.report import Report, Times, in_turns
+from bench.gpu_path import Counts, _on_a_gpu
+from bench.support.fake_group import fake_group, operators
+from shardlite.comm.transport.group_collectives import SLICE_NBYTES
+from shardlite.lab.systems import build_fsdp2
+from shardlite.lab.table import read_rows
+from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2
+from tests.kernels.stub_driver import Pointer, StubDriver
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+needs_transformers = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: make test-all installs it"
+)
+
+
+def blocks_in_bf16(count):
+    """Perceptrons for systems that compute in bf16."""
+    workload = perceptrons("blocks", blocks=count, width=8, batch=2)
+    return replace(workload, draw=lambda rank, step: tuple(each.bfloat16() for each in workload.draw(rank, step)))
+
+
+# ---- the link -------------------------------------------------------------------------------------------------------
+
+
+def test_a_collective_takes_its_bytes_by_the_bandwidth():
+    fake = FakeLink(4, CPU)
+
+    def seconds(*arguments):
+        before = fake.seconds
+        fake(*arguments)
+        return fake.seconds - before - CLUSTER.base
+
+    shard, full, row = torch.ones(3), torch.zeros(12), torch.ones(12, dtype=torch.uint8)
+    assert seconds("_allgather_base", full, shard) == pytest.approx(36 / BANDWIDTH)
+    assert full.tolist() == [1] * 12
+    assert seconds("_reduce_scatter_base", shard, full * 2) == pytest.approx(36 / BANDWIDTH)
+    assert shard.tolist() == [2] * 3
+    assert seconds("alltoall_base", full, full * 3, [], [], None) == pytest.approx(36 / BANDWIDTH)
+    assert full.tolist() == [3] * 12
+    assert seconds("alltoall_base", row, row * 4, [0, 0, 12, 0], [0, 12, 0, 0], None) == pytest.approx(12 / BANDWIDTH)
+    assert seconds("alltoall_base", row, row * 4, [12, 0, 0, 0], [12, 0, 0, 0], None) == pytest.approx(0)
+
+
+@pytest.mark.parametrize(("offset", "width"), [(0, 8), (4, 4), (2, 2), (1, 1)])
+def test_a_fake_collective_is_one_launch(monkeypatch, offset, width):
+    launched = []
+    monkeypatch.setattr(link, "use_triton", lambda _: True)
+    monkeypatch.setattr(link, "launch", lambda *arguments, **options: launched.append((arguments, options)))
+    fake, memory = FakeLink(4, CPU), torch.zeros(1024, dtype=torch.uint8)
+    target, source = memory[offset : 256 + offset], memory[512 + offset : 576 + offset]
+    counts = operators(lambda: fake("_allgather_base", target, source))
+    assert not counts["launches"]
+    assert not counts["views"]
+    ((arguments, options),) = launched
+    assert arguments[2:5] == (target.data_ptr(), source.data_ptr(), 64 // width)
+    assert (options["ROWS"], options["ELEMENT"].primitive_bitwidth) == (4, 8 * width)
+    assert fake.host_seconds > 0
+
+
+def test_a_launch_skips_what_triton_does_before_one(monkeypatch):
+    gpus = StubDriver(monkeypatch, [link._collective_kernel])
+    fake, target, source = FakeLink(4, CPU), torch.zeros(64), torch.zeros(16)
+    fake._link = Pointer(torch.int64, 1 << 30)
+    for _ in range(3):
+        fake("_allgather_base", target, source)
+    assert (gpus.by_triton, len(gpus.launched)) == (1, 3)
+    assert gpus.launched[2] == gpus.launched[0]
+    assert gpus.launched[0].grid == (32, 1, 1)
+
+
+def test_the_kernel_compiles_and_reads_the_clock_until_it_is_time():
+    types = {"link": "*i64", "out": "i64", "own": "i64", "numel": "i32", "ns": "i32", "n": "i32"}
+    constants = {"ROWS": 8, "ELEMENT": triton.language.int64, "BLOCK": 1}
+    source = ASTSource(link._collective_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]
+    assert code.count("%globaltimer") == 2
+    *_, waiting = code.split("%globaltimer")
+    assert "bra" in waiting.split("ret;")[0]  # the second one is in a loop
+    assert code.count("atom.global") == 2
+
+
+# ---- turns ----------------------------------------------------------------------------------------------------------
+
+
+def test_systems_take_turns_and_the_first_has_the_last(tmp_path):
+    order = []
+    steps = {name: partial(order.append, name) for name in "abc"}
+    times = in_turns(Report("fake8", tmp_path / "rows.jsonl", dry=True), {}, steps, turns=2, rounds=3)
+    assert order == [name for name in "abcabca" for _ in range(4)]  # one step of each turn is not timed
+    lengths = {name: [len(turn) for turn in each.steps] for name, each in times.items()}
+    assert lengths == {"a": [3, 3], "b": [3, 3], "c": [3, 3], "a, again": [3]}
+
+
+def test_a_system_that_fails_has_no_more_turns(tmp_path):
+    order = []
+
+    def fail():
+        order.append("b")
+        assert order.count("b") < 4, "the loss is not a number"
+
+    steps = {"a": partial(order.append, "a"), "b": fail}
+    report = Report("fake8", tmp_path / "rows.jsonl", dry=True)
+    times = in_turns(report, {"model": "llama-1k"}, steps, turns=3, rounds=1)
+    assert "".join(order) == "aabb" * 2 + "aa" * 2
+    assert [*times] == ["a", "a, again"]
+    (row,) = read_rows([tmp_path / "rows.jsonl"])
+    assert (row["model"], row["system"], row["error"]) == ("llama-1k", "b", "AssertionError: the loss is not a number")
+
+
+def test_ratios_are_of_the_same_turn_and_exposed_only_if_the_gpu_bounds():
+    times = {
+        "fsdp2": Times([[10, 10, 12], [20, 20, 20]], [9, 9], [9, 9], [5, 5]),
+        "exact": Times([[5, 5, 5], [20, 22, 24]], [9, 9], [9, 9], [0.1, 0.1]),
+        "fsdp2, again": Times([[15, 15, 15]], [9], [9], [5]),
+    }
+    awake = {name: Times([[4, 4]], [9], [9], [1]) for name in ("fsdp2", "exact")}
+    rows = rows_of(times, awake)
+    assert rows["exact"]["vs_fsdp2"] == [0.5, 1.1]
+    assert rows["exact"]["ms_p50_vs_fsdp2"] == 0.8
+    assert rows["fsdp2, again"]["vs_fsdp2"] == [1.5]
+    assert [row["runs"] for row in rows.values()] == [2, 2, 1]
+    assert [row["bound"] for row in rows.values()] == ["GPU", "host", "GPU"]
+    assert rows["fsdp2"]["exposed_ms"] == 16 - 4
+    assert "exposed_ms" not in rows["exact"]
+    assert "exposed_ms" not in rows["fsdp2, again"]
+
+
+def test_each_system_of_a_model_has_a_row(tmp_path):
+    report = Report("fake8", tmp_path / "rows.jsonl", dry=True)
+    with one_of(RANKS, CPU) as (group, fake):
+        fake_ranks._fake8(fake_ranks.Bench(blocks_in_bf16(3), group, fake, report))
+    rows = {row["system"]: row for row in read_rows([tmp_path / "rows.jsonl"])}
+    assert not any("error" in row for row in rows.values())
+    assert [*rows] == [*SYSTEMS, "fsdp2, again"]
+    assert rows["floor"]["link_ms"] == 0
+    assert all(row["link_ms"] > 0 for name, row in rows.items() if name in SYSTEMS.keys() - {"floor"})
+    assert rows["fsdp2"]["vs_fsdp2"] == [1]
+
+
+# ---- the systems ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tuned", [False, True])
+def test_a_tuned_fsdp2_gathers_its_last_block_once(tuned):
+    gathers = []
+
+    def count(method, *_):
+        gathers.append(method) if "gather" in method else None
+
+    with fake_group(4, count) as group:
+        trainer = build_fsdp2(blocks_in_bf16(3), group, compute=BF16, tuned=tuned)
+        assert isinstance(trainer.model, FSDPModule)
+        trainer.step(blocks_in_bf16(3).batch(0, 0))
+        gathers.clear()
+        trainer.step(blocks_in_bf16(3).batch(0, 0))
+    assert len(gathers) == (5 if tuned else 6)
+
+
+def test_a_tuned_fsdp2_can_be_captured():
+    counts, workload = Counts(), blocks_in_bf16(3)
+    with _on_a_gpu(counts, SLICE_NBYTES) as group:
+        trainer = replace(SYSTEMS["fsdp2"](workload, group), max_norm=1.0)
+        for _ in range(3):
+            trainer.step(workload.batch(0, 0))
+        with counts.cuda.capturing():
+            trainer.step(workload.batch(0, 0))
+        del trainer
+
+
+class _NothingIsRead(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "the host reads a number"
+        return func(*args, **(kwargs or {}))
+
+
+@needs_transformers
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_models_read_no_number_and_have_no_mask(model, captured):
+    if model == "gpt2":
+        workload = transformers_gpt2("gpt2", layers=2, width=64, vocabulary=64, context=8, batch=1)
+    else:
+        workload = llama_blocks("llama", layers=2, context=8, width=128)
+    masks, attention = [], functional.scaled_dot_product_attention
+
+    def note(*arguments, attn_mask=None, is_causal=False, **options):
+        masks.append((attn_mask, is_causal))
+        return attention(*arguments, attn_mask=attn_mask, is_causal=is_causal, **options)
+
+    trained = workload.make().bfloat16()
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
+        mock.patch.object(functional, "scaled_dot_product_attention", note),
+        _NothingIsRead(),
+    ):
+        trained(*workload.batch(0, 0)).backward()
+    assert len(masks) >= 2
+    assert set(masks) == {(None, True)}
