@@ -13,7 +13,7 @@ GPU_BIN := .venv-gpu/bin
 GPU_TESTS := tests/project/test_imports.py tests/kernels tests/comm tests/params tests/weights tests/grads tests/optim \
 	tests/model/test_parity.py tests/bench/test_bench_gpu.py tests/bench/test_bench_gpu_ranks.py
 
-.PHONY: help demo test test-all lint size docs bench check-range gpu gpu-check clean
+.PHONY: help demo test test-all lint size changelog docs bench check-range gpu gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -56,6 +56,9 @@ lint: .venv/for-lint  ## format check, linter, type checker
 
 size: .venv/for-demo  ## lines per room and other ceilings, and what changed since the last tag or main
 	$(BIN)/python tools/size.py $(ARGS)
+
+changelog: .venv/for-lint  ## the changes since the last release, as one section (ARGS="--yes" with a new version writes it)
+	$(BIN)/towncrier build --version $$($(BIN)/python -c 'import shardlite; print(shardlite.__version__)') $(or $(ARGS),--draft)
 
 docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
