@@ -172,6 +172,10 @@ class BufferPolicy:
                 self.idle[each] = None
         return upcoming
 
+    def upcoming(self) -> list[int]:
+        """Return the units to gather ahead now."""
+        return self._order.upcoming(self._ahead)
+
     def end_use(self, unit: int, *, is_done: bool) -> Iterator[int]:
         """Record that a unit is idle. Yield the units to evict, among them the unit itself if it `is_done`.
 
@@ -237,6 +241,6 @@ class BufferPolicy:
         pool, nbytes = self._pools[unit], self._units[unit].nbytes
         fitting = [each for each in idle if pool.fits(self.buffers[each], nbytes)]
         if (last := pool.last(unit)) is not None:
-            soon = self._order.upcoming(self._ahead)
+            soon = self.upcoming()
             fitting.sort(key=lambda each: self.buffers[each] is not last or each == unit or each in soon)
         return (fitting or idle)[0]

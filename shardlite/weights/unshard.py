@@ -50,6 +50,13 @@ class Gatherer:
         self._trim = context.trim
         self._emit = context.trace.emit
         self._poison = poison_evicted_buffers()
+        self._is_refused = False
+        """Whether a unit was not gathered ahead because no buffer was idle.
+
+        With activation checkpointing, a unit's last saved tensors are freed after the recomputation of the next unit
+        has begun. So only a later call of `unshard` finds the idle buffer. Where it is freed, a finalizer runs, which
+        must not communicate.
+        """
         self.has_dropped = False
         """Whether a buffer was dropped, because the program has kept a view of it."""
 
@@ -70,8 +77,12 @@ class Gatherer:
                     self.passes.wait(unit)
                 if binds:
                     unit.bind()
-        elif binds:
-            self.bind(unit)
+        else:
+            if self._is_refused and self._policy.idle:
+                with isolated(self._streams):
+                    self._prefetch(self._policy.upcoming())
+            if binds:
+                self.bind(unit)
         self.follow(unit)
         unit.use()
 
@@ -175,6 +186,7 @@ class Gatherer:
 
     def _prefetch(self, upcoming: Sequence[int]) -> None:
         """Start the gathers of `upcoming` units that all ranks gather next, as long as buffers are available."""
+        self._is_refused = False
         for index in upcoming:
             unit = self._units[index]
             if unit.users or unit.is_fresh:
@@ -183,6 +195,8 @@ class Gatherer:
                 return
             if (victim := self._policy.victim_for(index, upcoming)) != NO_ROOM:
                 self._gather(unit, victim)
+            else:
+                self._is_refused = True
 
     def _gather(self, unit: Unit, victim: int | None) -> None:
         """Start the gather of a unit into a buffer, if possible the buffer of the unit `victim`, which is evicted."""
