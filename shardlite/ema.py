@@ -235,9 +235,7 @@ class EMA:
 
     def _refuse_if_swapped(self) -> None:
         if self._swapped:
-            raise PhaseError(
-                "the model has averaged weights now: step, update, swap, save or load averages outside of EMA.swapped()"
-            )
+            raise PhaseError("EMA.swapped() is active: leave it before you step, update, swap, save or load averages")
 
     def _start(self, flats: Iterable[Flat]) -> None:
         """Allocate averages of `flats`, and set the averages to the current weights."""

@@ -1343,7 +1343,7 @@ class ModelState:
         """Allow code inside the context to overwrite weights and optimizer state. All ranks pass the same `version`.
 
         Raises:
-            PhaseError: the model has averaged weights now.
+            PhaseError: `EMA.swapped()` is active.
         """
         self.bridge.in_backward.announce_change()
         self.settle()

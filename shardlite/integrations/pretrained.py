@@ -127,7 +127,7 @@ def read_converted(model_class: Any, folder: Path, config: Any) -> dict[str, Ten
     """Return the weights in a folder under the names that Transformers gives them in a model. Not collective.
 
     Raises:
-        LayoutError: the model lacks some of them, or has other shapes.
+        LayoutError: names or shapes do not match the model.
     """
     options = {"config": deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
     with torch.random.fork_rng(devices=[]):

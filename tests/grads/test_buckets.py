@@ -147,7 +147,7 @@ def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(gr
 def divergent_body(
     group: Any, stage: int, skipped: dict[int, tuple[int, ...]], recipe: str, diverges: tuple[int, ...]
 ) -> list[int]:
-    """Let ranks skip some blocks in some backwards; return the most buckets in each."""
+    """Run backwards in which ranks skip blocks; return the maximum number of buckets per backward."""
     model = wrap(group, stage=stage)
     optimizer, _ = RECIPES[recipe](model)
     most = []

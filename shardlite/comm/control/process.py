@@ -24,7 +24,7 @@ class Owner:
         """
         if os.getpid() != self._number:
             raise CommError(
-                f"process {os.getpid()} was forked from {self._number}, which is a rank: it has no connections to "
-                "other ranks. It may use its copy of the full weights, which exist at stages 0 to 2, if they were up "
-                "to date when it was forked. Call collective functions, such as full_state_dict(), before the fork"
+                f"process {os.getpid()} is a forked child of rank process {self._number} and cannot communicate. It "
+                "can read the weights it inherited (stages 0 to 2). Call collectives, such as full_state_dict(), "
+                "before forking"
             )

@@ -53,7 +53,7 @@ class Timeline:
     phases: Sequence[Phase]
     totals: Sequence[int]
     purposes: Sequence[Mapping[str, int]]
-    """Bytes by purpose of each sample, including activations. Empty for a system without `memory()`."""
+    """For each sample, bytes per purpose, including activations. Empty for a system without `memory()`."""
 
     most: Mapping[str, int]
     """Peak bytes of each purpose. A peak may lie between two samples. Purposes peak at different moments."""
