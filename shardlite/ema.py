@@ -21,10 +21,10 @@ import torch
 from shardlite_kernels import joined, split
 from torch import Tensor
 
-from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import Flat, allocate_arenas
+from shardlite.wrapping import flats_of
 
 Decay = float | Callable[[int], float]
 

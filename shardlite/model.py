@@ -15,23 +15,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardlite.build import (
-    Init,
-    Options,
-    Plan,
-    UnitPolicy,
-    UnitRule,
-    agree_on_plan,
-    broadcast_buffers,
-    broadcast_init,
-    broadcast_values,
-    build_units,
-    flats_of,
-    needs,
-    part_of,
-    placement_of,
-    validate,
-)
 from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, problem_in, ranks_of, share
 from shardlite.config import (
     MemoryLimit,
@@ -77,6 +60,23 @@ from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
+from shardlite.wrapping import (
+    Init,
+    Options,
+    Plan,
+    UnitPolicy,
+    UnitRule,
+    agree_on_plan,
+    broadcast_buffers,
+    broadcast_init,
+    broadcast_values,
+    build_units,
+    flats_of,
+    needs,
+    part_of,
+    placement_of,
+    validate,
+)
 
 # `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
 _uncompiled = torch._disable_dynamo

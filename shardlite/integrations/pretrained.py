@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardlite.build import set_values, values_of
 from shardlite.comm import GroupLike, agree, ranks_of
 from shardlite.errors import CheckpointError, LayoutError
 from shardlite.integrations._wrapping import replaced
+from shardlite.wrapping import set_values, values_of
 
 PIECE = 2**22
 """Maximum number of elements that are read at a time, if the elements of a weight follow each other in the file."""

@@ -14,9 +14,9 @@ from itertools import chain
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbytes
 
-from shardlite.build import Options, Placement, Plan, build_units, placement_of
 from shardlite.comm import BLOCK, rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
+from shardlite.wrapping import Options, Placement, Plan, build_units, placement_of
 
 _META = torch.device("meta")
 

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from shardlite.build import Options, Plan, plan_units
 from shardlite.config import MemoryLimit
 from shardlite.errors import LayoutError
 from shardlite.grads import must_land_first
 from shardlite.params import Buffer
 from shardlite.plan.budget import HELD, Budget, Recipe, budget_of
 from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
+from shardlite.wrapping import Options, Plan, plan_units
 
 ACTIVATIONS = "activations"
 """The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""

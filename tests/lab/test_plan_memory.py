@@ -11,7 +11,6 @@ from shardlite_kernels import chunk_memory
 from torch import nn
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.build import STAGES
 from shardlite.grads.backward_run import HostRun
 from shardlite.lab.plan.decoder import Decoder
 from shardlite.lab.plan.plan import Planner, Setting
@@ -21,6 +20,7 @@ from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import SIZES, GPTConfig
 from shardlite.lab.workloads import WithLoss
 from shardlite.telemetry import Meter
+from shardlite.wrapping import STAGES
 from tests.kernels.all_pairs import all_pairs
 from tests.support.patience import passes_over
 

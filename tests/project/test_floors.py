@@ -16,7 +16,7 @@ FLOORS = [
     ["comm"],
     ["params"],
     ["weights", "grads", "optim"],
-    ["build", "engine"],
+    ["wrapping", "engine"],
     ["plan"],
     ["whole", "model", "ema"],
     ["checkpoint"],

@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import ShardLite
-from shardlite.build import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
 from shardlite.cli import precision_of
 from shardlite.config import Keep, Precision
 from shardlite.engine import cast_inputs
@@ -29,6 +28,7 @@ from shardlite.lab.plan.source import Source, SourceError
 from shardlite.lab.plan.trace import trace
 from shardlite.plan import ACTIVATIONS, MOST_RANKS, Budget, Event, Recipe, StepTimeline, budget_of, timeline_of
 from shardlite.whole import Owned, assign, is_hidden_matrix, ranges_of
+from shardlite.wrapping import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
 
 _META = torch.device("meta")
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardlite.build import partition_module
 from shardlite.cli import imported
 from shardlite.lab.plan.decoder import Decoder
 from shardlite.lab.plan.presets import PRESETS, SourceError, check_model
 from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import SIZES
+from shardlite.wrapping import partition_module
 
 
 @dataclass(frozen=True)

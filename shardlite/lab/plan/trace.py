@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardlite.build import UnitPlan, needs
 from shardlite.engine import in_backward
 from shardlite.params import Unit, storage_key
 from shardlite.plan import Event, Kind
 from shardlite.telemetry import Ledger
+from shardlite.wrapping import UnitPlan, needs
 
 _LIVE = "activations"
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from shardlite.build import UnitPolicy, dtypes_of, partition_module, plan_flats
 from shardlite.config import Precision
 from shardlite.engine import cast_floats, cast_inputs
 from shardlite.params import ALIGN, Layout
+from shardlite.wrapping import UnitPolicy, dtypes_of, partition_module, plan_flats
 
 
 @dataclass(frozen=True)

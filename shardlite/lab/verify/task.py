@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from shardlite.build import UnitPolicy
 from shardlite.config import Precision
+from shardlite.wrapping import UnitPolicy
 
 Batch: TypeAlias = tuple[Any, ...]
 """The positional arguments of a model."""

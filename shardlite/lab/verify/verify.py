@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite.build import STAGES, UnitPolicy
 from shardlite.comm import agree, all_gather_json, problem_in, ranks_of
 from shardlite.config import Precision
 from shardlite.errors import LayoutError, check_int
@@ -28,6 +27,7 @@ from shardlite.lab.verify import twins
 from shardlite.lab.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.lab.verify.plain import ring_mean, simple_mean
 from shardlite.lab.verify.task import Batch, Task, joins
+from shardlite.wrapping import STAGES, UnitPolicy
 
 _OURS = f"stage {STAGES[-1]}"
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shardlite import LayoutError, ShardLite
-from shardlite.build.init import children_first
+from shardlite.wrapping.init import children_first
 from tests.support.models.hf import ARCHITECTURES, case
 from tests.support.twins.plain import RECIPES
 from tests.support.twins.sharded import Pair, Turn, same_bits, same_states, take_step

@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from shardlite import LayoutError
-from shardlite.build import partition_module
+from shardlite.wrapping import partition_module
 
 
 class Block(nn.Module):

@@ -14,13 +14,13 @@ import torch
 from shardlite_kernels import stats_block
 from torch import Tensor, nn
 
-from shardlite.build import init, validate
-from shardlite.build.keep import Dtypes, dtypes_of
-from shardlite.build.partition import UnitPlan, applies, partition_module
-from shardlite.build.validate import Options
 from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision
 from shardlite.params import ALIGN, ROOT, Layout, lay_out
+from shardlite.wrapping import init, validate
+from shardlite.wrapping.keep import Dtypes, dtypes_of
+from shardlite.wrapping.partition import UnitPlan, applies, partition_module
+from shardlite.wrapping.validate import Options
 
 
 class FlatPlan(NamedTuple):

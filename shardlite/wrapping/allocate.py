@@ -22,10 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardlite.build.partition import UnitPlan, applies
-from shardlite.build.plan import FlatPlan, Plan
-from shardlite.build.validate import Options
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
+from shardlite.wrapping.partition import UnitPlan, applies
+from shardlite.wrapping.plan import FlatPlan, Plan
+from shardlite.wrapping.validate import Options
 
 
 class Placement(NamedTuple):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.build.partition import UnitPlan
 from shardlite.comm import CHUNK_BYTES, Context, broadcast
 from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Flat, Unit
+from shardlite.wrapping.partition import UnitPlan
 
 Init = Callable[[nn.Module], None] | None
 """A function that initializes the parameters and buffers of a module, and is called as in `nn.Module.apply`. `None`

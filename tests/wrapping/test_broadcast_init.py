@@ -8,8 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardlite import Precision, ShardLite
-from shardlite.build import init
 from shardlite.comm.shm.rendezvous import rendezvous
+from shardlite.wrapping import init
 
 ROWS = 250  # of a parameter that is longer than a piece
 PIECE = 4 * 1024  # bytes per rank

@@ -12,12 +12,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.build.init import Init
-from shardlite.build.partition import UnitPolicy, UnitRule
 from shardlite.comm import SUMMABLE, Ranks
 from shardlite.config import MemoryLimit, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key
+from shardlite.wrapping.init import Init
+from shardlite.wrapping.partition import UnitPolicy, UnitRule
 
 STAGES = (0, 1, 2, 3)
 """The stages of ZeRO."""

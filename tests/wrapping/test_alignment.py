@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from shardlite import Precision
-from shardlite.build import plan as planning
-from shardlite.build.plan import plan_units
-from shardlite.build.validate import Options
+from shardlite.wrapping import plan as planning
+from shardlite.wrapping.plan import plan_units
+from shardlite.wrapping.validate import Options
 from tests.support.twins.sharded import Pair
 
 
