@@ -41,7 +41,7 @@ from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from shardlite.cli.doctor.trials import start_together
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
-from shardlite.comm.shm.transport import SharedMemoryTransport
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.plan.clusters import LINKS

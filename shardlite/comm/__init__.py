@@ -38,8 +38,6 @@ from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK, Rows
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import Order, order_of_addition
-from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
-from shardlite.comm.shm.rendezvous import host_name
 from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, finished, make_queue, submit_in_turn
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
@@ -47,3 +45,11 @@ from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, over_gloo
 from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
 from shardlite.comm.transport.select import choose, connect
+from shardlite.comm.transport.shared_memory.heap import (
+    Mapping,
+    has_fixed_size,
+    lazy_zeros,
+    make_memory,
+    physical_memory,
+)
+from shardlite.comm.transport.shared_memory.rendezvous import host_name

@@ -6,7 +6,7 @@ import torch
 from shardlite.cli import launch, main
 from shardlite.cli.doctor import trials
 from shardlite.cli.doctor.trials import machine, report
-from shardlite.comm.shm.transport import SharedMemoryTransport
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.ranks.scripts import run_command, run_process
 

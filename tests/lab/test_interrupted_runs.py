@@ -61,7 +61,7 @@ class Run:
 
     def assert_nothing_is_left(self) -> None:
         """Check that no rank outlived the command; the snapshot holder ends after it."""
-        left = {pid: words for pid, words in self.processes().items() if "snapshot_holder.py" not in words}
+        left = {pid: words for pid, words in self.processes().items() if "in_memory/holder.py" not in words}
         assert not left
         until(lambda: not self.processes(), "the end of the snapshot holder")
         assert not [each.name for each in Path("/dev/shm").iterdir() if "shardlite" in each.name]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from shardlite import Precision, ShardLite
-from shardlite.comm.shm.rendezvous import rendezvous
+from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
 from shardlite.wrapping import init
 
 ROWS = 250  # of a parameter that is longer than a piece

@@ -20,11 +20,11 @@ from shardlite import LayoutError, Precision, ShardLite
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
-from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import group_collectives
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel

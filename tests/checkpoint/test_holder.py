@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from shardlite import CheckpointError
-from shardlite.checkpoint import snapshot, snapshot_holder
-from shardlite.checkpoint.snapshot import Header, SnapshotMemory
-from shardlite.checkpoint.snapshot_holder import Agent, HolderError, parent_and_start
+from shardlite.checkpoint.in_memory import holder as holders
+from shardlite.checkpoint.in_memory import snapshot
+from shardlite.checkpoint.in_memory.holder import Agent, HolderError, parent_and_start
+from shardlite.checkpoint.in_memory.snapshot import Header, SnapshotMemory
 from tests.support.patience import until
 
 pytestmark = pytest.mark.skipif(
@@ -63,7 +64,7 @@ def test_memory_outlives_ranks_and_ends_with_their_agent(tmp_path, monkeypatch, 
     """A killed rank finds it when it is started again; another user and another agent do not."""
     script = tmp_path / "launcher.py"
     script.write_text(LAUNCHER)
-    command = [sys.executable, str(script), str(snapshot_holder.__file__)]
+    command = [sys.executable, str(script), str(holders.__file__)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         assert agent.stdin is not None

@@ -23,9 +23,9 @@ from weakref import WeakKeyDictionary, finalize
 import torch.distributed as dist
 
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
-from shardlite.comm.shm.heap import Heap, Mapping, has_fixed_size
-from shardlite.comm.shm.mailbox import control_nbytes, why_unavailable
-from shardlite.comm.shm.transport import Neighbours
+from shardlite.comm.transport.shared_memory.heap import Heap, Mapping, has_fixed_size
+from shardlite.comm.transport.shared_memory.mailbox import control_nbytes, why_unavailable
+from shardlite.comm.transport.shared_memory.transport import Neighbours
 from shardlite.errors import LayoutError
 
 log = logging.getLogger("shardlite")

@@ -9,9 +9,9 @@ from datetime import timedelta
 
 import pytest
 
-from shardlite.comm.shm import rendezvous
-from shardlite.comm.shm.heap import Heap, Mapping
-from shardlite.comm.shm.rendezvous import _Alive, _publish
+from shardlite.comm.transport.shared_memory import rendezvous
+from shardlite.comm.transport.shared_memory.heap import Heap, Mapping
+from shardlite.comm.transport.shared_memory.rendezvous import _Alive, _publish
 from tests.support.logs import logged
 from tests.support.patience import seconds, until
 from tests.support.ranks.scripts import IMPORTED_FROM
@@ -121,8 +121,8 @@ def test_a_heap_keeps_its_size():
 
 _RANK = """
 import os, sys
-from shardlite.comm.shm.heap import Heap
-from shardlite.comm.shm.rendezvous import _publish
+from shardlite.comm.transport.shared_memory.heap import Heap
+from shardlite.comm.transport.shared_memory.rendezvous import _publish
 heap = Heap(4096)
 print(*_publish(heap), flush=True)
 child = os.fork()  # as of a data loader: it has the descriptor, too

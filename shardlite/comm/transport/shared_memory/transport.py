@@ -27,9 +27,9 @@ from torch import Tensor
 
 from shardlite.comm.control.failure_reports import reports_of_thread
 from shardlite.comm.control.interrupts import SLOW
-from shardlite.comm.shm.heap import Heap, Mapping
-from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts
 from shardlite.comm.transport.base import Completed, Loan, Pending, Transport, check_on_host
+from shardlite.comm.transport.shared_memory.heap import Heap, Mapping
+from shardlite.comm.transport.shared_memory.mailbox import PLACES, Announcement, Control, Receipts
 from shardlite.config import Algorithm
 from shardlite.errors import CommError
 from shardlite.telemetry import Held, Ledger

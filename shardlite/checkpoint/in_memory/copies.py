@@ -6,7 +6,7 @@
     rank 3, host B    snapshot, held on B  ----->  replica, held on A, received by rank 1
 
 A snapshot is one rank's copy of its state. Processes that outlive the ranks hold the memory of snapshots
-(`snapshot_holder.py`), so a run on a single host sends no replicas. Restarted ranks compare the snapshots on their
+(`holder.py`), so a run on a single host sends no replicas. Restarted ranks compare the snapshots on their
 hosts, and load the newest step that is complete on every rank. A host that has lost its snapshots receives them from
 the next host.
 """
@@ -28,9 +28,9 @@ import torch
 from torch.optim import Optimizer
 
 from shardlite.checkpoint.contents import Run, check_run
+from shardlite.checkpoint.in_memory.holder import Agent, Holder
+from shardlite.checkpoint.in_memory.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
-from shardlite.checkpoint.snapshot_holder import Agent, Holder
 from shardlite.comm import GlooTransport, host_name, over_gloo
 from shardlite.errors import CheckpointError, CommError, check_int, check_path
 from shardlite.model import ShardLite

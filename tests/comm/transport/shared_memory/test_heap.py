@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import torch
 
-from shardlite.comm.shm.heap import Heap
+from shardlite.comm.transport.shared_memory.heap import Heap
 from shardlite.errors import CommError
 from tests.support.patience import seconds
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
-from shardlite.comm.shm import mailbox, rendezvous
-from shardlite.comm.shm.heap import Heap, Mapping
-from shardlite.comm.shm.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
-from shardlite.comm.shm.transport import Neighbours, SharedMemoryTransport
 from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.shared_memory import mailbox, rendezvous
+from shardlite.comm.transport.shared_memory.heap import Heap, Mapping
+from shardlite.comm.transport.shared_memory.mailbox import PLACES, Announcement, Control, Receipts, control_nbytes
+from shardlite.comm.transport.shared_memory.transport import Neighbours, SharedMemoryTransport
 from shardlite.config import Route
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds

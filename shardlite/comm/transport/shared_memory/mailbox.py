@@ -22,7 +22,7 @@ from collections import deque
 from typing import NamedTuple
 from zlib import crc32
 
-from shardlite.comm.shm.heap import Mapping
+from shardlite.comm.transport.shared_memory.heap import Mapping
 from shardlite.errors import CommError
 
 PLACES = 256
