@@ -12,7 +12,8 @@ from torch import nn
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.comm import streams
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
+from shardlite.comm.program_streams import ProgramStreams, check_connections
+from shardlite.comm.streams import CudaStreamQueue, ThreadQueue, make_queue
 from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds, until
