@@ -364,7 +364,8 @@ class _StreamWork:
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self._end)
+        if self._host is FINISHED or self._host.done():  # otherwise a thread will still record the event
+            self._free.append(self._end)
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Let the current stream wait for the results, or raise the operation's error.

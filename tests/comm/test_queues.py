@@ -142,6 +142,19 @@ def test_events_are_recorded_again_when_no_operation_needs_them(cuda, blocking):
     assert len(set(numbers)) <= 4
 
 
+def test_an_event_that_a_thread_will_record_is_not_used_before(cuda):
+    queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
+    started, gate = threading.Event(), threading.Event()
+    work = queue.submit(lambda: (started.set(), gate.wait(seconds(10))))
+    assert started.wait(seconds(10))
+    del work
+    later = queue.submit(lambda: cuda.run("reduce"))
+    gate.set()
+    later.wait()
+    recorded = [{what for where, what in cuda.log if where == by and "record" in what} for by in ("compute", "side 1")]
+    assert not set.intersection(*recorded)
+
+
 @pytest.mark.parametrize("blocking", [False, True])
 def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
     """A gather for a late rank must not wait for this rank's later computation, which waits for that gather."""
