@@ -60,7 +60,8 @@ from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workloa
 from shardlite.apps.memory.machine import machine
 from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import MOST_CALLS, SHORTEST, NcclCollectives, rows_numel
+from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")

@@ -46,5 +46,6 @@ from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, over_gloo
-from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
+from shardlite.comm.transport.group_collectives import FusedStep
 from shardlite.comm.transport.select import choose, connect
+from shardlite.comm.transport.staging import rows_numel

@@ -102,12 +102,8 @@ def capture(step: Function, warmup: int, bridge: OptimizerBridge, reducer: Reduc
         raise LayoutError(
             "capture(): with order='tree' the host seeds generators for each part: wrap without Route(order='tree')"
         )
-    transports = {
-        type(each).__name__: each
-        for each in (context.transport, *context.inline, *context.reducing)
-        if each is not None
-    }
-    if found := sorted(name for name, each in transports.items() if each.blocking or not each.replays):
+    transports = [each for each in (context.transport, *context.inline, *context.reducing) if each is not None]
+    if found := sorted({type(each).__name__ for each in transports if each.blocking or not each.replays}):
         raise LayoutError(f"capture(): a CUDA graph cannot repeat the messages of {', '.join(found)}: use NCCL")
     return CapturedStep(step, warmup, bridge, reducer, module)
 
@@ -246,7 +242,10 @@ class CapturedStep:
         return outputs
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads: bool) -> Any:
-        """Run the step, and check that it can be repeated without its Python code. Return its outputs."""
+        """Run the step, and check that it can be repeated without its Python code. Return its outputs.
+
+        `reads` is as for `_options_of`.
+        """
         number, thread = self._context.version.number, get_ident()
 
         def note(optimizer: Optimizer, *_: Any) -> None:

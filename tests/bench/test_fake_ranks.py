@@ -23,7 +23,7 @@ from bench.support.fake_group import fake_group, operators
 from bench.support.systems import build_fsdp2
 from bench.support.table import read_rows
 from bench.support.workloads import llama_blocks, perceptrons, transformers_gpt2
-from shardlite.comm.transport.group_collectives import SLICE_NBYTES
+from shardlite.comm.transport.staging import SLICE_NBYTES
 from tests.kernels.stub_driver import Pointer, StubDriver
 
 CPU = torch.device("cpu")
