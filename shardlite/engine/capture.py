@@ -29,7 +29,7 @@ from shardlite.comm import agree
 from shardlite.engine.optimizer_hooks import OptimizerBridge, models_of
 from shardlite.errors import LayoutError, PhaseError, ShardLiteError, ShardWarning, check_int
 from shardlite.grads import Reducer
-from shardlite.params import as_they_are
+from shardlite.params import as_they_are, requires_grad_of
 
 Function = Callable[..., Any]
 
@@ -188,11 +188,9 @@ class CapturedStep:
 
     def _facts_now(self) -> _Facts:
         context, reducer = self._context, self._reducer
-        with as_they_are():
-            trained = [each.param.requires_grad for each in self._bridge.shards.entries]
         return _Facts(
             weights=(context.version.number, context.version.gathered),
-            trained=trained,
+            trained=requires_grad_of(each.param for each in self._bridge.shards.entries),
             reduction=(reducer.counts, reducer.divisor, self._bridge.scale.divides),
             mode=(self._module.training, torch.is_grad_enabled()),
             options=[self._options_of(optimizer) for optimizer in self._options],
