@@ -50,7 +50,7 @@ from shardlite.comm.executor import Rows
 from shardlite.comm.transport.base import Message, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
 from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, rows_received, slices_of
+from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, slices_of
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
@@ -188,7 +188,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
-        rows = rows_received(self.world_size)
+        rows = 1 if self.world_size == 2 else self.world_size
         slices = slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
         if rows == 1 or len(slices) < 2:
             return slices
@@ -201,7 +201,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         if staged := self._in_bucket(cut, itemsize):
             return staged
         slices = self.slices(cut, itemsize, grain)
-        rows = rows_received(self.world_size)
+        rows = 1 if self.world_size == 2 else self.world_size
         rows *= 2 if rows > 1 and len(slices) > 1 else 1
         return rows * max((stop - start for start, stop in slices), default=0)
 
