@@ -64,7 +64,8 @@ from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import SLICE_NBYTES, GroupCollectives
+from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
 from shardlite.lab.memory.machine import machine

@@ -52,7 +52,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import MOST_CALLS, SHORTEST, NcclCollectives, rows_numel
+from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
 from shardlite.lab.check import verify
 from shardlite.lab.memory.machine import machine

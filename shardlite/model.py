@@ -672,8 +672,8 @@ class ShardLite(nn.Module):
         the host. Each call trains its own batch, once. Every rank must call the function equally often.
 
         Inputs are copied to fixed places. The outputs of a replay are fixed tensors, too, which the next call
-        overwrites: clone what must stay. They are detached. A replay runs no Python code, so numbers that `step` reads
-        from elsewhere, prints, and hooks are those of the capture. New shapes or constants among the inputs take
+        overwrites: clone what must stay. They are detached. A replay runs no Python code: prints and hooks do not run,
+        and numbers that `step` reads from elsewhere stay as they were. New shapes or constants among the inputs take
         another capture. After a change on all ranks (`gathered()`, loaded weights, a step without the function,
         `requires_grad`, an optimizer's options), the next `warmup` calls run the step again before the next capture. So
         pass a learning rate that changes often as a tensor on the GPU.

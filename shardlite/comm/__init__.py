@@ -37,13 +37,14 @@ from shardlite.comm.context import SPARE, Context, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK, Rows
 from shardlite.comm.operation import Operation
+from shardlite.comm.program_streams import ProgramStreams
 from shardlite.comm.schedule import Order, order_of_addition
-from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, finished, make_queue, submit_in_turn
+from shardlite.comm.streams import FINISHED, Moment, StreamQueue, Work, make_queue, submit_in_turn
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, over_gloo
-from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
+from shardlite.comm.transport.group_collectives import FusedStep
 from shardlite.comm.transport.select import choose, connect
 from shardlite.comm.transport.shared_memory.heap import (
     Mapping,
@@ -53,3 +54,4 @@ from shardlite.comm.transport.shared_memory.heap import (
     physical_memory,
 )
 from shardlite.comm.transport.shared_memory.rendezvous import host_name
+from shardlite.comm.transport.staging import rows_numel

@@ -278,12 +278,16 @@ def test_a_file_of_another_machine_is_not_overwritten(tmp_path):
         landed(archive_of(tmp_path / "gpu", other), tmp_path)
 
 
-@pytest.mark.parametrize("content", ["text", "no rows", "half a row", "numbers"])
+@pytest.mark.parametrize("content", ["text", "no rows", "half a row", "numbers", "no words", "a cut", "a loop"])
 def test_what_is_no_archive_of_the_bench_is_refused(tmp_path, refusal, content):
     file, inside = tmp_path / "gpu.tar.gz", tmp_path / ROWS
     file.write_text("not an archive")
     if content != "text":
-        inside.write_text({"no rows": "", "half a row": '{"probe": ', "numbers": "7\n"}[content])
+        texts = {"half a row": '{"probe": ', "numbers": "7\n", "no words": '{"bench": "gpu", "probe": []}'}
+        inside.unlink(missing_ok=True)
+        inside.symlink_to(ROWS) if content == "a loop" else inside.write_text(texts.get(content, ""))
         with tarfile.open(file, "w:gz") as archive:
             archive.add(inside, "other.jsonl" if content == "no rows" else ROWS)
+        if content == "a cut":
+            file.write_bytes(file.read_bytes()[:40])
     assert "is not an archive of `python -m bench.gpu`" in refusal(main, ["--land", str(file)])
