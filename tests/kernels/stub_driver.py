@@ -1,5 +1,6 @@
 """A driver for GPUs that are not there: Triton launches as ever, but nothing is compiled or run."""
 
+import gc
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -41,6 +42,7 @@ class StubDriver:
     """Two GPUs of compute capability 9.0. The kernels in `kernels` have not been compiled yet."""
 
     def __init__(self, patch: pytest.MonkeyPatch, kernels: list[Any]) -> None:
+        gc.collect()  # finalizers of models on a simulated GPU of an earlier test must not see the functions below
         self.launched: list[Launched] = []
         self.by_triton = 0
         self.device = 0

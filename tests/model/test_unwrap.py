@@ -208,7 +208,7 @@ def test_accumulated_gradients_are_not_lost(group: Any) -> None:
 def test_the_wrapper_is_spent(group: Any) -> None:
     model = wrapped(group)
     ema = EMA(model)
-    with pytest.raises(PhaseError, match=r"outside of EMA\.swapped"), ema.swapped():
+    with pytest.raises(PhaseError, match=r"EMA\.swapped\(\) is active"), ema.swapped():
         model.unwrap()
     with pytest.raises(PhaseError, match="gathered"), model.gathered():
         model.unwrap()
