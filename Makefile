@@ -13,11 +13,11 @@ GPU_BIN := .venv-gpu/bin
 GPU_TESTS := tests/project/test_imports.py tests/kernels tests/comm tests/params tests/weights tests/grads tests/optim \
 	tests/model/test_parity.py tests/bench/test_bench_gpu.py tests/bench/test_bench_gpu_ranks.py
 
-.PHONY: help demo test test-all lint docs bench gpu gpu-check clean
+.PHONY: help demo test test-all lint size changelog docs bench check-range gpu gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 .venv/for-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -54,11 +54,20 @@ lint: .venv/for-lint  ## format check, linter, type checker
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+size: .venv/for-demo  ## lines per room and other ceilings, and what changed since the last tag or main
+	$(BIN)/python tools/size.py $(ARGS)
+
+changelog: .venv/for-lint  ## the changes since the last release, as one section (ARGS="--yes" with a new version writes it)
+	$(BIN)/towncrier build --version $$($(BIN)/python -c 'import shardlite; print(shardlite.__version__)') $(or $(ARGS),--draft)
+
 docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
 
 bench: .venv/for-test-all  ## all benches in 20 minutes; rows go to bench/results, tables are made anew
 	$(BIN)/python -m bench $(ARGS)
+
+check-range:  ## a wheel in clean environments, with the oldest and the newest Python and PyTorch of the range
+	$(PYTHON) tools/check_range.py $(ARGS)
 
 gpu:  ## correctness and speed on a GPU, or on 8 with ARGS="--ranks 8", in ten minutes; see docs/gpu.md
 	$(PYTHON) -m bench.gpu $(ARGS)
@@ -75,4 +84,4 @@ gpu-check: .venv-gpu/ready  ## what can be known of a run on a GPU without one, 
 	$(GPU_BIN)/python -m bench.gpu --dry --ranks 2 --out .venv-gpu/dry-ranks
 
 clean:  ## remove the virtual environments, the site and what the demo wrote
-	rm -rf .venv .venv-gpu docs/_build outputs
+	rm -rf .venv .venv-gpu .venv-range docs/_build outputs

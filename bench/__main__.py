@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.support import suite
-from bench.support.table import RESULTS, markdown_table
+from shardlite.lab.table import RESULTS, markdown_table
 
 _COLUMNS = ("suite", "status", "seconds", "rows")
 

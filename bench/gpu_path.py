@@ -59,19 +59,20 @@ from torch.utils._pytree import tree_map_only
 import shardlite
 from bench.gpu.fake_ranks import RANKS, SYSTEMS
 from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
-from bench.support.measure import quantiles
 from bench.support.simulated_cuda import Cuda
-from bench.support.systems import Build
-from bench.support.table import Columns, Row, markdown_table, titled, where
-from bench.support.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
-from shardlite.apps.memory.machine import machine
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
 from shardlite.comm.transport.base import Transport
-from shardlite.comm.transport.group_collectives import SLICE_NBYTES, GroupCollectives
+from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.systems import Build
+from shardlite.lab.table import Columns, Row, markdown_table, titled, where
+from shardlite.lab.timer import quantiles
+from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.params import parameters
 from shardlite.weights.saved_tensors import SavedTensorHooks
 

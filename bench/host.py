@@ -32,7 +32,7 @@ a test compares. This needs Triton and transformers.
 | `staging_bytes` | bytes of the temporary buffer that the reduction needs on a GPU |
 
 The model `many` has 48 blocks that take almost no time to compute, so a step is mostly the library's work around the
-blocks. On real ranks, the results of all systems are first compared (`bench.support.check`). Systems take turns.
+blocks. On real ranks, the results of all systems are first compared (`shardlite.lab.check`). Systems take turns.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.support.check import verify
 from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
-from bench.support.measure import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.systems import SYSTEMS, TRANSPORTS, Trainer
-from bench.support.table import Columns, Row, cells_of, markdown_table, write_rows
-from bench.support.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.memory.systems import OPTIMIZER
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
-from shardlite.comm.transport.group_collectives import MOST_CALLS, SHORTEST, NcclCollectives, rows_numel
+from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
+from shardlite.lab.check import verify
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
+from shardlite.lab.table import Columns, Row, cells_of, markdown_table, write_rows
+from shardlite.lab.timer import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
+from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)

@@ -4,8 +4,8 @@
     python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
 Without `--ranks`, the bench starts two ranks, or one rank per GPU. It measures all combinations of precision,
-accumulation and clipping, each with all systems that support it (`bench.support.matrix`), or with the systems that
-`--systems` names. Results are compared before the measurement (`bench.support.check`). Each model's rows go to
+accumulation and clipping, each with all systems that support it (`shardlite.lab.matrix`), or with the systems that
+`--systems` names. Results are compared before the measurement (`shardlite.lab.check`). Each model's rows go to
 `bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is
 among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
 
@@ -20,7 +20,7 @@ among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON 
 | `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
 | `activation_bytes` | bytes that the forward of the plain model saves for its backward, in one micro-batch |
 | `held_vs_fsdp2` | `peak_bytes - activation_bytes`, divided by the same difference of FSDP2 |
-| `tolerance_used` | largest difference found by `bench.support.check`, divided by the allowed one |
+| `tolerance_used` | largest difference found by `shardlite.lab.check`, divided by the allowed one |
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.check import verify
-from bench.support.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
-from bench.support.measure import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
-from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
-from bench.support.systems import ORDERS, TRANSPORTS, Build
-from bench.support.table import Row, render, write_rows
-from bench.support.workloads import MEASURED, WORKLOADS, Workload
 from shardlite import Route
-from shardlite.apps.launch import default_ranks
+from shardlite.cli.launch import default_ranks
 from shardlite.comm.transport.select import choose
+from shardlite.lab.check import verify
+from shardlite.lab.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
+from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
+from shardlite.lab.systems import ORDERS, TRANSPORTS, Build
+from shardlite.lab.table import Row, render, write_rows
+from shardlite.lab.timer import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
+from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
 
 PEERS = ("floor", "fsdp2", "ddp")
 """Systems with which the other systems are compared."""
@@ -139,7 +139,7 @@ def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
 def _report(rows: list[Row]) -> None:
     """Print the table of one run."""
     worst = max(rows, key=lambda row: row["tolerance_used"])
-    print(f"\n{render(rows, markdown=False)}")
+    print(f"\n{render(rows)}")
     print(
         f"\nVerified: {worst['system']} needs most of the tolerance, {worst['tolerance_used']:.2f} of it.\n", flush=True
     )

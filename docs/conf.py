@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 import shardlite  # noqa: E402
-from shardlite.apps.report.page import write_report  # noqa: E402
 
 project = "ShardLite"
 author = "The ShardLite authors"
@@ -119,16 +118,9 @@ def _check_complete(app: Sphinx, env: Any) -> None:
             _log.warning("shardlite.%s has no docstring", name)
 
 
-def _add_report(app: Sphinx, failed: Exception | None) -> None:
-    """Write the report of all measured rows next to the pages, which link to it."""
-    if app.builder.format == "html" and failed is None:
-        write_report([ROOT / "bench" / "results"], Path(app.outdir) / "report.html")
-
-
 def setup(app: Sphinx) -> None:
     """Connect the above."""
     app.connect("autodoc-process-docstring", _translate, priority=400)  # before napoleon, which reads sections
     app.connect("missing-reference", _resolve)
     app.connect("doctree-resolved", _let_long_names_break)
     app.connect("env-check-consistency", _check_complete)
-    app.connect("build-finished", _add_report)

@@ -7,9 +7,9 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardlite.apps.demo.gpt import GPT, GPTConfig
-from shardlite.apps.demo.text import draw_batch, read_corpus
 from shardlite.integrations.accelerate import install
+from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.train.text import draw_batch, read_corpus
 
 install(stage=3)  # the only line that differs from a program with DistributedDataParallel
 accelerator = Accelerator(cpu=not torch.cuda.is_available())

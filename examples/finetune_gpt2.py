@@ -14,9 +14,9 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from shardlite import AdamW, ShardLite
-from shardlite.apps.demo.report import printable
-from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
-from shardlite.apps.launch import process_group
+from shardlite.cli.launch import process_group
+from shardlite.lab.train.report import printable
+from shardlite.lab.train.text import Bytes, draw_batch, read_corpus
 
 CONTEXT, BATCH = 64, 8
 

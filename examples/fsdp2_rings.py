@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardlite import LayoutError, Route
-from shardlite.apps.demo.gpt import GPT, GPTConfig
 from shardlite.comm import (
     SUMMABLE,
     Operation,
@@ -36,6 +35,7 @@ from shardlite.comm import (
     make_queue,
     reduce_scatter,
 )
+from shardlite.lab.train.gpt import GPT, GPTConfig
 
 
 def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timedelta(minutes=10)) -> list[str]:  # noqa: B008

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 from largest_systems import BASE, BATCH, CONTEXT, FAMILY, SYSTEMS, TRAINING, Shape
 
-from shardlite.apps.demo.gpt import BYTE_VALUES
-from shardlite.apps.launch import environment_for, process_group
+from shardlite.cli.launch import environment_for, process_group
+from shardlite.lab.train.gpt import BYTE_VALUES
 from shardlite.telemetry.meter import Meter
 
 Row = dict[str, Any]

@@ -8,8 +8,8 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardlite.integrations.lightning  # noqa: F401 - registers the strategy
-from shardlite.apps.demo.gpt import GPT, GPTConfig
-from shardlite.apps.demo.text import draw_batch, read_corpus
+from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.train.text import draw_batch, read_corpus
 
 
 class Writer(LightningModule):

@@ -15,8 +15,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardlite import AdamW, ShardLite
-from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
-from shardlite.apps.launch import process_group
+from shardlite.cli.launch import process_group
+from shardlite.lab.train.text import Bytes, draw_batch, read_corpus
 from shardlite.telemetry.ledger import format_bytes
 
 CONTEXT, BATCH = 64, 8

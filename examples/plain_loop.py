@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, ShardLite, load, save
-from shardlite.apps.demo.gpt import GPT, GPTConfig
-from shardlite.apps.demo.text import Bytes, draw_batch, read_corpus
+from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.train.text import Bytes, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 BATCH, ACCUMULATE = 8, 2

@@ -8,8 +8,8 @@ from datasets import Dataset
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-from shardlite.apps.demo.text import read_corpus
 from shardlite.integrations.transformers import ShardLiteMixin
+from shardlite.lab.train.text import read_corpus
 
 
 class ShardedSFTTrainer(ShardLiteMixin, SFTTrainer):

@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlite import AdamW, ShardLite, load, save
-from shardlite.apps.demo.gpt import GPT, GPTConfig
-from shardlite.apps.demo.text import Bytes, read_corpus
 from shardlite.checkpoint import latest
+from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.train.text import Bytes, read_corpus
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)
 BASE_BATCH = 16

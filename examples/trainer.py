@@ -6,8 +6,8 @@ Options are those of `transformers.TrainingArguments`.
 import torch
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 
-from shardlite.apps.demo.text import read_corpus
 from shardlite.integrations.transformers import ShardLiteTrainer
+from shardlite.lab.train.text import read_corpus
 
 parser = HfArgumentParser(TrainingArguments)
 parser.set_defaults(output_dir="runs/trainer", use_cpu=not torch.cuda.is_available())

@@ -17,7 +17,6 @@ from shardlite.errors import (
 )
 
 if TYPE_CHECKING:
-    from shardlite.apps.verify.verify import verify
     from shardlite.checkpoint import (
         async_save,
         full_optimizer_state,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from shardlite.config import MemoryLimit, Precision, Route
     from shardlite.ema import EMA
+    from shardlite.lab.verify.verify import verify
     from shardlite.model import ShardLite
     from shardlite.optim import AdamW
     from shardlite.whole import WholeParameters
@@ -73,7 +73,7 @@ _LATE = {
     "EMA": "shardlite.ema",
     "ShardLite": "shardlite.model",
     "WholeParameters": "shardlite.whole",
-    "verify": "shardlite.apps.verify.verify",
+    "verify": "shardlite.lab.verify.verify",
 }
 """The module that defines each name."""
 

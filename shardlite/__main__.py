@@ -2,7 +2,7 @@
 
 import sys
 
-from shardlite.apps.cli import main
+from shardlite.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,7 @@
 """Options: precision, memory limit and route of messages. Environment variables are read in this file only."""
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
@@ -337,35 +336,11 @@ _OF_NCCL: dict[str, Any] = {name: getattr(Route, name) for name in ("registered"
 """Defaults of the options for NCCL communicators."""
 
 
-_DEPRECATED = {
-    **dict.fromkeys(("transport", "algorithm", "reduce", "order", "parts"), "route=Route"),
-    **dict.fromkeys(("quantized_gather", "diagnose"), "precision=Precision"),
-}
-"""The deprecated keywords of `ShardLite`. The value is the argument that replaces the keyword, and its class."""
-
-
-def take_deprecated(route: Route, precision: Precision, keywords: Mapping[str, Any]) -> tuple[Route, Precision]:
-    """Copy deprecated keywords of `ShardLite` into both records, and return the records. Warn about each keyword.
-
-    Raises:
-        TypeError: a keyword is unknown, or a record has a wrong type.
-        ValueError: a keyword of `Route` and a `Route` are both passed.
-    """
+def check_records(route: Route, precision: Precision) -> None:
+    """Raise `TypeError` if an argument of `ShardLite` is not the record that its name says."""
     for name, record, kind in (("precision", precision, Precision), ("route", route, Route)):
         if not isinstance(record, kind):
             raise TypeError(f"{name} takes a shardlite.{kind.__name__}, got {record!r}")
-    for name in keywords:
-        if name not in _DEPRECATED:
-            raise TypeError(f"ShardLite() got an unexpected keyword argument {name!r}")
-        message = f"ShardLite({name}=...) is deprecated and will be removed in 0.3: use {_DEPRECATED[name]}({name}=...)"
-        warnings.warn(message, DeprecationWarning, stacklevel=3)
-    fields = dict(keywords)
-    for name in ("quantized_gather", "diagnose"):
-        if name in fields:
-            precision = replace(precision, **{name: fields.pop(name)})
-    if fields and route != Route():
-        raise ValueError(f"{', '.join(fields)} are fields of route={route}: set them there, not as keywords")
-    return replace(route, **fields), precision
 
 
 def with_environment(route: Route) -> Route:

@@ -21,10 +21,10 @@ import torch
 from shardlite_kernels import joined, split
 from torch import Tensor
 
-from shardlite.build import flats_of
 from shardlite.errors import LayoutError, PhaseError, lacking
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import Flat, allocate_arenas
+from shardlite.wrapping import flats_of
 
 Decay = float | Callable[[int], float]
 
@@ -235,9 +235,7 @@ class EMA:
 
     def _refuse_if_swapped(self) -> None:
         if self._swapped:
-            raise PhaseError(
-                "the model has averaged weights now: step, update, swap, save or load averages outside of EMA.swapped()"
-            )
+            raise PhaseError("EMA.swapped() is active: leave it before you step, update, swap, save or load averages")
 
     def _start(self, flats: Iterable[Flat]) -> None:
         """Allocate averages of `flats`, and set the averages to the current weights."""

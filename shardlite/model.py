@@ -15,31 +15,13 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from shardlite.build import (
-    Init,
-    Options,
-    Plan,
-    UnitPolicy,
-    UnitRule,
-    agree_on_plan,
-    broadcast_buffers,
-    broadcast_init,
-    broadcast_values,
-    build_units,
-    check_memory_limit,
-    flats_of,
-    needs,
-    part_of,
-    placement_of,
-    validate,
-)
 from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, problem_in, ranks_of, share
 from shardlite.config import (
     MemoryLimit,
     Precision,
     Route,
+    check_records,
     memory_limit_of,
-    take_deprecated,
     with_environment,
 )
 from shardlite.engine import (
@@ -78,6 +60,23 @@ from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
+from shardlite.wrapping import (
+    Init,
+    Options,
+    Plan,
+    UnitPolicy,
+    UnitRule,
+    agree_on_plan,
+    broadcast_buffers,
+    broadcast_init,
+    broadcast_values,
+    build_units,
+    flats_of,
+    needs,
+    part_of,
+    placement_of,
+    validate,
+)
 
 # `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
 _uncompiled = torch._disable_dynamo
@@ -183,11 +182,6 @@ class ShardLite(nn.Module):
         TypeError: an option has a wrong type, or is unknown.
         ValueError: an option has an invalid value.
 
-    .. deprecated:: 0.2
-        The keywords `transport`, `algorithm`, `reduce`, `order` and `parts` are fields of `Route`, and
-        `quantized_gather` is a field of `Precision`. `ShardLite` warns about these keywords, and 0.3 will not accept
-        them.
-
     Example:
         >>> model = ShardLite(model, precision=Precision(compute=torch.bfloat16))
         >>> optimizer = AdamW(model.parameters(), lr=3e-4)
@@ -213,11 +207,10 @@ class ShardLite(nn.Module):
         buffers: str = "rank0",
         memory_limit: int | MemoryLimit | None = None,
         timeout: timedelta = timedelta(minutes=10),
-        **deprecated: Any,
     ) -> None:
         super().__init__()
         install_patches()
-        route, precision = take_deprecated(route, precision, deprecated)
+        check_records(route, precision)
         self.stage, self.precision, self.module = stage, precision, module
         self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
         _, replicated = validate.split_entries("replicate", replicate)
@@ -679,8 +672,8 @@ class ShardLite(nn.Module):
         the host. Each call trains its own batch, once. Every rank must call the function equally often.
 
         Inputs are copied to fixed places. The outputs of a replay are fixed tensors, too, which the next call
-        overwrites: clone what must stay. They are detached. A replay runs no Python code, so numbers that `step` reads
-        from elsewhere, prints, and hooks are those of the capture. New shapes or constants among the inputs take
+        overwrites: clone what must stay. They are detached. A replay runs no Python code: prints and hooks do not run,
+        and numbers that `step` reads from elsewhere stay as they were. New shapes or constants among the inputs take
         another capture. After a change on all ranks (`gathered()`, loaded weights, a step without the function,
         `requires_grad`, an optimizer's options), the next `warmup` calls run the step again before the next capture. So
         pass a learning rate that changes often as a tensor on the GPU.
@@ -1206,10 +1199,12 @@ class ShardLite(nn.Module):
         """Plan the units, check that all ranks have the same plan, and connect the ranks."""
         self._groups = ranks_of(group)
         plan = agree_on_plan(self.module, options, self._groups, ShardLite)
-        self._dtypes = plan.dtypes
-        check_memory_limit(self.module, plan, options, self._groups.shards)
+        if options.memory_limit is not None:
+            from shardlite.plan import check_memory_limit  # late: few programs set a limit
+
+            check_memory_limit(self.module, plan, options, self._groups.shards)
         self._context = share(self._groups, plan.device, options.timeout, options.route)
-        self.ledger, self.trace = self._context.ledger, self._context.trace
+        self.ledger, self.trace, self._dtypes = self._context.ledger, self._context.trace, plan.dtypes
         return plan
 
     def _allocate(self, plan: Plan, options: Options) -> None:
@@ -1348,7 +1343,7 @@ class ModelState:
         """Allow code inside the context to overwrite weights and optimizer state. All ranks pass the same `version`.
 
         Raises:
-            PhaseError: the model has averaged weights now.
+            PhaseError: `EMA.swapped()` is active.
         """
         self.bridge.in_backward.announce_change()
         self.settle()

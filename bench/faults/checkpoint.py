@@ -48,13 +48,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from bench.support.measure import largest, percentile, quantiles, rotated
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.systems import SYSTEMS
-from bench.support.table import Row, titled
-from bench.support.workloads import WORKLOADS, Workload
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.systems import SYSTEMS
+from shardlite.lab.table import Row, titled
+from shardlite.lab.timer import largest, percentile, quantiles, rotated
+from shardlite.lab.workloads import WORKLOADS, Workload
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Function that saves to a new folder. The future completes when an asynchronous save has finished."""

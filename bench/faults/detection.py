@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.support.measure import WARM_UP, percentile, time_steps
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.systems import Trainer, build_shardlite
-from bench.support.table import Row
-from bench.support.workloads import WORKLOADS, Batch, Workload
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.systems import Trainer, build_shardlite
+from shardlite.lab.table import Row
+from shardlite.lab.timer import WARM_UP, percentile, time_steps
+from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.negotiation import END, Negotiation, Round
 
 

@@ -25,12 +25,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support.measure import WARM_UP, quantiles
-from bench.support.ranks import one_of_them, options_of_ranks, report, start_ranks
-from bench.support.systems import build_shardlite
-from bench.support.table import Columns, Row, titled
-from bench.support.workloads import WORKLOADS
 from shardlite import CommError
+from shardlite.lab.ranks import one_of_them, options_of_ranks, report, start_ranks
+from shardlite.lab.systems import build_shardlite
+from shardlite.lab.table import Columns, Row, titled
+from shardlite.lab.timer import WARM_UP, quantiles
+from shardlite.lab.workloads import WORKLOADS
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """Values of `Route.transport` that are measured."""

@@ -38,12 +38,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.support.ranks import one_of_them, options_of_ranks, report
-from bench.support.systems import SYSTEMS
-from bench.support.table import Columns, Row, titled
-from bench.support.workloads import WORKLOADS
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
-from shardlite.apps.launch import OWN_STORE, torchrun
+from shardlite.cli.launch import OWN_STORE, torchrun
+from shardlite.lab.ranks import one_of_them, options_of_ranks, report
+from shardlite.lab.systems import SYSTEMS
+from shardlite.lab.table import Columns, Row, titled
+from shardlite.lab.workloads import WORKLOADS
 
 WAYS = ("memory", "disk")
 AFTER = 2

@@ -27,13 +27,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.table import Row
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.settings import GPTConfig
-from shardlite.apps.demo.text import Bytes, Corpus, draw_batch, read_corpus
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.table import Row
+from shardlite.lab.train.gpt import GPT
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.train.text import Bytes, Corpus, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=3, width=96, heads=3, context=64)
 BATCH = 8

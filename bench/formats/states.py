@@ -41,13 +41,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from bench.support.ranks import default_group, report
-from bench.support.table import RESULTS, Row, differences
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.settings import GPTConfig
-from shardlite.apps.demo.text import Corpus, draw_batch, read_corpus
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import default_group, report
+from shardlite.lab.table import RESULTS, Row, differences
+from shardlite.lab.train.gpt import GPT
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.train.text import Corpus, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=1, width=64, heads=2, context=32)
 BATCH = 8

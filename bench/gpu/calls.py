@@ -26,13 +26,13 @@ from bench import gpu_path
 from bench.gpu.fake_ranks import RANKS
 from bench.gpu.report import Report, Times, free, synchronize, take_turn
 from bench.support.fake_group import as_one_rank, fake_group, launching_queue
-from bench.support.measure import percentile
-from bench.support.ranks import only_rank
 from bench.support.simulated_cuda import Cuda
-from bench.support.table import RESULTS, read_rows
 from shardlite import NonFiniteWarning
 from shardlite.comm import streams
 from shardlite.comm.transport import group_collectives
+from shardlite.lab.ranks import only_rank
+from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.timer import percentile
 
 AGREE = 0.15
 """Maximum difference between a prediction and the measured time, as a fraction of that time."""

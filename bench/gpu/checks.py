@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.gpu.report import Report, synchronize
-from bench.support.ranks import only_rank
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.transport.gloo import reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives, as_bytes
 from shardlite.comm.transport.nccl import communicator
 from shardlite.config import Route
+from shardlite.lab.ranks import only_rank
 
 CALLS = 100
 _PACKAGES = ("triton", "einops", "numpy", "transformers")

@@ -30,11 +30,11 @@ from bench.kernels.peers import raw_fused
 from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_run, same_bits, verify
 from bench.kernels.work import works
 from bench.support.fake_group import fake_group
-from bench.support.measure import percentile
-from bench.support.workloads import LLAMA_BLOCK_NUMEL
 from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives, WholeCollectives
 from shardlite.comm.transport.two_level import TwoLevelCollectives
+from shardlite.lab.timer import percentile
+from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL
 
 RANKS = 4
 """Number of virtual ranks of the ring kernel, each on its own stream."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 import tarfile
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench.gpu.run import FORMAT, MOST_RANKS, ROWS, WARM_UP, located, probes_on
-from bench.support.table import RESULTS, Row, read_rows, replace_rows
+from shardlite.lab.table import RESULTS, Row, read_rows, replace_rows
+
+_WORDS = {"bench", "card", "date", "probe", "status"}
 
 _ENDED = ("ok", "failed", "ended after")
 """How the status of a probe begins that had its time."""
@@ -72,7 +75,9 @@ def _rows_of(path: Path) -> list[Row]:
         rows = [json.loads(line) for line in lines if line.strip()]
         if not all(isinstance(row, dict) and row.keys() >= {"bench", "probe"} for row in rows):
             raise ValueError("a row has no probe")
-    except (tarfile.TarError, KeyError, ValueError) as error:
+        if not all(isinstance(row[name], str) for row in rows for name in _WORDS & row.keys()):
+            raise ValueError(f"one of {', '.join(sorted(_WORDS))} of a row is no string")
+    except (tarfile.TarError, zlib.error, EOFError, KeyError, RecursionError, ValueError) as error:
         raise ValueError(f"{path} is not an archive of `python -m bench.gpu`: {error}") from error
     return rows
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from bench.gpu.run import marks
-from bench.support.measure import percentile, quantiles
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.timer import percentile, quantiles
 
 
 class Report:

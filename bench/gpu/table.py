@@ -7,7 +7,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from bench.support.table import Columns, Row, markdown_table
+from shardlite.lab.table import Columns, Row, markdown_table
 
 
 def _number(key: str, digits: int = 2, scale: float = 1.0) -> Callable[[Row], str]:

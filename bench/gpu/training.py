@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.report import Report, milliseconds
-from bench.support.ranks import only_rank
-from bench.support.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite
-from bench.support.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
-from bench.support.workloads import compiled as with_compiled_blocks
-from shardlite.apps.memory.systems import torch_adamw
+from shardlite.lab.ranks import only_rank
+from shardlite.lab.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite, torch_adamw
+from shardlite.lab.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
+from shardlite.lab.workloads import compiled as with_compiled_blocks
 
 STEPS = 20
 RATE = 2e-5

@@ -53,10 +53,10 @@ from bench.kernels.timing import (
     verify,
 )
 from bench.kernels.work import works
-from bench.support.measure import percentile
-from bench.support.ranks import report
-from bench.support.table import RESULTS, Row, differences
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import report
+from shardlite.lab.table import RESULTS, Row, differences
+from shardlite.lab.timer import percentile
 
 _CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
 _GPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 10**8, 10**9)

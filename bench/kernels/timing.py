@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter, process_time
+from time import process_time
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from shardlite.lab.timer import rotated, seconds
 
 VERIFIED = 300_005
 """Number of elements in the comparison: several chunks on the CPU, many programs on a GPU, not a multiple of 32."""
@@ -182,9 +184,7 @@ class HostClock:
 
     def sample(self, step: Callable[[], object]) -> Sample:
         """Take a step."""
-        wall, cpu = perf_counter(), process_time()
-        step()
-        return Sample(perf_counter() - wall, process_time() - cpu)
+        return Sample(*seconds(step, torch.device("cpu")))
 
 
 _HEAD_START = 2_000_000
@@ -230,8 +230,7 @@ def time_runs(runs: Mapping[str, Run], clock: Clock, rounds: int, budget: float)
     taken: dict[str, list[Sample]] = {name: [] for name in runs}
     for turn in range(rounds):
         going = [name for name, samples in taken.items() if _goes_on(samples, turn, budget)]
-        first = turn % max(1, len(going))
-        for name in [*going[first:], *going[:first]]:
+        for name in rotated(going, turn) if going else ():
             taken[name].append(clock.sample(runs[name].step))
     return taken
 

@@ -31,15 +31,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.support.ranks import on_ranks, options_of_ranks, report
-from bench.support.table import RESULTS, Row, markdown_table, where
 from shardlite import ShardLite
-from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.optimizers import make_optimizer
-from shardlite.apps.demo.settings import GPTConfig, Settings
-from shardlite.apps.demo.text import Bytes, Corpus, draw_sequences, read_corpus
-from shardlite.apps.demo.train import MAX_NORM, learning_rate
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.table import RESULTS, Row, markdown_table, where
+from shardlite.lab.train.gpt import GPT
+from shardlite.lab.train.optimizers import make_optimizer
+from shardlite.lab.train.settings import GPTConfig, Settings
+from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, read_corpus
+from shardlite.lab.train.train import MAX_NORM, learning_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,6 +28,7 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,12 @@ from bench.optimizers.check import verify
 from bench.optimizers.libraries import LIBRARIES, installed
 from bench.optimizers.peers import missing
 from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
-from bench.optimizers.table import render
 from bench.optimizers.wire import sent_in_update
-from bench.support.measure import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
-from bench.support.ranks import on_ranks, options_of_ranks
-from bench.support.systems import Build
-from bench.support.table import Row, write_rows
-from bench.support.workloads import MEASURED, WORKLOADS, Workload
+from shardlite.lab.ranks import on_ranks, options_of_ranks
+from shardlite.lab.systems import Build
+from shardlite.lab.table import Columns, Row, number, system_name, titled, write_rows
+from shardlite.lab.timer import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
+from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -101,6 +101,36 @@ def _compared(rows: list[Row]) -> list[Row]:
                 row["fastest_fsdp2"] = fastest["system"]
                 row[f"{prefix}above_floor_vs_fsdp2"] = round(above[name] / above[fastest["system"]], 3)
     return rows
+
+
+_COLUMNS: Columns = {
+    "system": lambda row: system_name(row["system"]),
+    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
+    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
+    "above floor, ms": lambda row: number(row, "ms_above_floor", 0),
+    "above / FSDP2's": lambda row: number(row, "above_floor_vs_fsdp2", 2),
+    "above / DDP's": lambda row: number(row, "above_floor_vs_ddp", 2),
+    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
+    "CPU above floor, ms": lambda row: number(row, "cpu_ms_above_floor", 0),
+    "CPU above / FSDP2's": lambda row: number(row, "cpu_above_floor_vs_fsdp2", 2),
+    "sent by the optimizer, MiB": lambda row: f"{row['optimizer_bytes'] / 2**20:.1f}",
+    "peak, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
+}
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return a table for each model and number of ranks."""
+    runs = groupby(rows, key=lambda row: (row["model"], row["ranks"], row["date"]))
+    return "\n\n".join(_render_run(list(run)) for _, run in runs)
+
+
+def _render_run(rows: list[Row]) -> str:
+    first = rows[0]
+    heading = (
+        f"{first['words']} per rank, {first['parameters'] / 1e6:.1f}M parameters in fp32; {first['optimizer']}; "
+        f"{first['ranks']} ranks, {first['threads']} thread each; medians of {first['rounds']} interleaved steps"
+    )
+    return titled(heading, _COLUMNS, rows)
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from bench.optimizers.libraries import Candidate, candidates
-from bench.support.table import RESULTS, Row, read_rows, write_rows
 from shardlite import LayoutError, ShardLite, ShardWarning, WholeParameters
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.verify.plain import Twin
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.table import RESULTS, Row, read_rows, write_rows
+from shardlite.lab.verify.plain import Twin
 
 STAGES = (3, 2, 0)
 STEPS = 6

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from bench.optimizers.peers import PEERS
-from bench.support.systems import Build, Floor, Trainer, flat, join, whole_of_dtensor
-from bench.support.workloads import Workload
 from shardlite import Precision, ShardLite, WholeParameters
-from shardlite.apps.memory.systems import ADAMW, OPTIONS, torch_adamw, wrap_ddp, wrap_fsdp2
+from shardlite.lab import systems
+from shardlite.lab.systems import ADAMW, OPTIONS, Build, Floor, Trainer, flat, join, torch_adamw, whole_of_dtensor
+from shardlite.lab.workloads import Workload
 from shardlite.whole.groups import is_hidden_matrix
 
 MUON: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
@@ -100,14 +100,14 @@ def work(matrix: Tensor) -> int:
 
 def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     """Build `DistributedDataParallel`."""
-    model = wrap_ddp(workload.model(), group)
+    model = systems.wrap_ddp(workload.model(), group)
     return Trainer(model, both(model, torch_muon), flat)
 
 
 def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, muon: MakeMuon) -> Trainer:
     """Build FSDP2."""
     model = workload.model()
-    model = wrap_fsdp2(model, workload.units(model), group, Precision())
+    model = systems.wrap_fsdp2(model, workload.units(model), group, Precision())
     return Trainer(model, both(model, muon), whole_of_dtensor)
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bench.support.systems import Trainer
 from shardlite import ShardLite
+from shardlite.lab.systems import Trainer
 
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of the same namespaces that send no tensors."""

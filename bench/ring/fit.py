@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shardlite.apps.plan.clusters import LinkCost, Operation
 from shardlite.comm.schedule import all_gather, reduce_scatter
 from shardlite.comm.transfers import Schedule
 from shardlite.config import Algorithm
+from shardlite.lab.plan.clusters import LinkCost, Operation
 
 _COSTS = ("alpha", "beta", "gamma", "overhead")
 _ROUNDS = 20

@@ -18,7 +18,7 @@ ranks. There is one JSON object (`"bench": "ring"`) per operation, size and syst
 | `goal`, `reached` | the intended `speedup`, and whether it was reached |
 | `load` | load average of the machine in the minute before the size was measured |
 
-For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.apps.plan.clusters`) that
+For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.lab.plan.clusters`) that
 best explains the transport's times (`key` names the kind of time), and with the error of the fit.
 """
 
@@ -38,16 +38,16 @@ import torch.distributed as dist
 
 from bench.ring.fit import fit, predicted
 from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
-from bench.support.measure import Times, percentile, seconds
-from bench.support.ranks import device_of_rank, on_ranks, options_of_ranks
-from bench.support.table import Row, differences, replace_rows
-from shardlite.apps.doctor.trials import start_together
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.clusters import LINKS
+from shardlite.cli.doctor.trials import start_together
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
-from shardlite.comm.shm.transport import SharedMemoryTransport
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.plan.clusters import LINKS
+from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
+from shardlite.lab.table import Row, differences, markdown_table, replace_rows, where
+from shardlite.lab.timer import Times, percentile, seconds
 
 SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 """4 KiB to 64 MiB."""
@@ -208,6 +208,40 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     rows = measure(options.sizes, systems_on(device, options.algorithms), options.rounds, group, device)
     if group.rank() == 0:
         _report(rows, options.out / f"ring-{device.type}.jsonl")
+
+
+_SHOWN = (2**12, 2**20, 2**24, 2**26)
+"""Sizes in the table, in bytes."""
+
+
+def render_speedups(rows: Sequence[Row]) -> str:
+    """Return the table of speedups over gloo, with 2 and with 4 ranks."""
+    took = [row for row in rows if row["bench"] == "ring"]
+    header = ["collective", "transport", *(f"{size_words(size)}, {ranks} ranks" for size in _SHOWN for ranks in (2, 4))]
+    cells = [header]
+    for operation in ("reduce-scatter", "all-gather", "all-reduce"):
+        for transport, algorithm in (("shared_memory", "direct"), ("p2p", "ring")):
+            ours = {
+                (row["nbytes"], row["ranks"]): row["speedup"]
+                for row in took
+                if (row["operation"], row["transport"], row["algorithm"]) == (operation, transport, algorithm)
+            }
+            speedups = (f"{ours[nbytes, ranks]:.1f}" for nbytes in _SHOWN for ranks in (2, 4))
+            cells.append([operation, f"`{transport}`", *speedups])
+    first = took[0]
+    heading = (
+        f"Medians of interleaved calls on fp32 buffers, `shared_memory` by `direct`, `p2p` by `ring`; "
+        f"{first['threads']} thread per rank; {where(first)}."
+    )
+    return f"{heading}\n\n{markdown_table(cells)}"
+
+
+def size_words(nbytes: int) -> str:
+    """Return a size in its largest unit."""
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:g} {name}"
+    return f"{nbytes} B"
 
 
 def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[System]:

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.support.check import UNIT_ROUNDOFF, ResultError
 from shardlite.comm import collectives
 from shardlite.comm import operation as names
 from shardlite.comm.schedule import IN_RING_ORDER, Algorithm
@@ -26,6 +25,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route, TransportName
+from shardlite.lab.check import UNIT_ROUNDOFF, ResultError
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
 

@@ -38,16 +38,16 @@ from bench.ring import run as ring
 from bench.ring.systems import GLOO, System
 from bench.scale import simulated
 from bench.scale.table import paint, render
-from bench.support.check import verify
-from bench.support.measure import WARM_UP, milliseconds, percentile, seconds, time_steps
-from bench.support.ranks import one_of_them, report, start_ranks
-from bench.support.selection import rows_for
-from bench.support.systems import SYSTEMS, Build
-from bench.support.table import RESULTS, Row, read_rows, write_rows
-from bench.support.workloads import WORKLOADS, Batch, Workload
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.clusters import CLUSTERS
-from shardlite.apps.plan.source import find_source
+from bench.support.table import rows_for
+from shardlite.lab.check import verify
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.plan.clusters import CLUSTERS
+from shardlite.lab.plan.source import find_source
+from shardlite.lab.ranks import one_of_them, report, start_ranks
+from shardlite.lab.systems import SYSTEMS, Build
+from shardlite.lab.table import RESULTS, Row, read_rows, write_rows
+from shardlite.lab.timer import WARM_UP, milliseconds, percentile, seconds, time_steps
+from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 
 SYSTEM = "stage3"
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from bench.support.table import Row
-from bench.support.workloads import Batch, Workload
 from shardlite import Precision
-from shardlite.apps.launch import usable_cores
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.clusters import Card, Cluster, LinkCost
-from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.simulate import simulate
-from shardlite.apps.plan.source import Source, find_source
+from shardlite.cli.launch import usable_cores
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.plan.clusters import Card, Cluster, LinkCost
+from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.plan.simulate import simulate
+from shardlite.lab.plan.source import Source, find_source
+from shardlite.lab.table import Row
+from shardlite.lab.workloads import Batch, Workload
 
 HERE = "this machine"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.scale.simulated import HERE
-from bench.support.table import Row, markdown_table, where
+from shardlite.lab.table import Row, markdown_table, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.strategies.problem import CONFIG, SEED, batches, corpus, make_model
-from bench.support.check import UNIT_ROUNDOFF
-from bench.support.table import Row
-from shardlite.apps.demo.text import draw_sequences
+from shardlite.lab.check import UNIT_ROUNDOFF
+from shardlite.lab.table import Row
+from shardlite.lab.train.text import draw_sequences
 
 SMALLEST = 4
 """Sequences in a batch of size `B`."""

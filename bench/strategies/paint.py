@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.support.table import RESULTS, Row, read_rows
+from shardlite.lab.table import RESULTS, Row, read_rows
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

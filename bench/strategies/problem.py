@@ -15,9 +15,9 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from shardlite.apps.demo.gpt import GPT
-from shardlite.apps.demo.settings import GPTConfig
-from shardlite.apps.demo.text import Corpus, draw_sequences, read_corpus
+from shardlite.lab.train.gpt import GPT
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.train.text import Corpus, draw_sequences, read_corpus
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=64)
 

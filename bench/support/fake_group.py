@@ -24,7 +24,6 @@ from shardlite_kernels import adamw, adamw_cpu, add_rows, add_rows_adamw, hop, r
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.support.ranks import default_group
 from shardlite.comm import context
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control import store
@@ -34,6 +33,7 @@ from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCol
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.config import Route
 from shardlite.grads import StepOptions
+from shardlite.lab.ranks import default_group
 
 _STORAGE_ONLY = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_", "_unsafe_view"}
 """Operators that launch no kernel, although they do not return a view."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardlite.apps.plan.presets import PRESETS, Shape
+from shardlite.lab.plan.presets import PRESETS, Shape
 
 NODE = 8
 """GPUs of a node."""

@@ -6,15 +6,31 @@ for each line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from bench.support.table import RESULTS, Row, markdown_table
-from shardlite.apps.report.cells import quantity, system_name, unit
-from shardlite.apps.report.rows import bench_of, by_bench, by_setting, read_rows
+from shardlite.lab.table import RESULTS, Row, markdown_table, quantity, read_rows, system_name, unit
 
 Where = Mapping[str, str]
+
+_SETTINGS = (
+    *("machine", "model", "words", "training", "parameters", "operation", "cluster", "mode", "device", "ranks"),
+    *("world_size", "threads", "transport", "precision", "accumulation", "clip", "numel", "order", "optimizer"),
+    *("units", "batch", "context", "steps", "budget_bytes", "within", "malloc", "busy", "probe", "dry"),
+)
+"""Rows with equal values of these keys are comparable, except for keys that label the rows of a bench."""
+
+_LABELS = {
+    "ring": ("transport", "algorithm", "nbytes"),
+    "host-fake": ("system", "ranks"),
+    "kernels": ("system", "operation", "format"),
+}
+"""Keys that distinguish the rows of a run of a bench, if not only `system` does."""
+
+_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
+"""Defaults for settings that are missing from a row."""
 
 _SAME = ("ranks", "nbytes")
 """Two rows of a run are compared only if they have the same values of these keys."""
@@ -55,14 +71,15 @@ LOSSES = (
 
 def table(results: Path = RESULTS) -> str:
     """Return the table of all rows under a folder."""
-    return render(read_rows([results]))
+    files = sorted(results.glob("*.jsonl"))
+    return render([{**row, "file": file.name} for file in files for row in read_rows([file])])
 
 
 def render(rows: Sequence[Row]) -> str:
     """Return a line for each loss that has rows."""
-    found = by_bench(rows)
     head = ["quantity", "worst case", "peer", "peer's value", "ShardLite's value", "ratio"]
-    lines = [line for loss in LOSSES if (line := _line(loss, found.get(loss.bench, [])))]
+    found = ([row for row in rows if row["bench"] == loss.bench] for loss in LOSSES)
+    lines = [line for loss, its in zip(LOSSES, found, strict=True) if (line := _line(loss, its))]
     return markdown_table([head, *lines], words=3)
 
 
@@ -79,13 +96,25 @@ def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
 
 def _pairs(loss: Loss, rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Yield the pairs of rows to compare, from the newest run of each setting."""
-    labels = bench_of(loss.bench, rows).labels if rows else ()
-    for newest, *_ in by_setting(rows, labels):
+    for newest, *_ in by_setting(rows, _LABELS.get(loss.bench, ("system",))):
         for ours in newest:
             for beside in newest:
                 alike = all(ours.get(key) == beside.get(key) for key in _SAME)
                 if alike and _is(ours, loss.ours, loss.key) and _is(beside, loss.beside, loss.key):
                     yield ours, beside
+
+
+def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[list[Row]]]:
+    """Return the runs of each setting, newest run first. `labels` are the keys that distinguish the rows of a run.
+
+    A run is the set of rows from one file and day that can be compared.
+    """
+    settings: dict[str, dict[tuple[str, ...], list[Row]]] = {}
+    for row in rows:
+        setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in _SETTINGS if key not in labels])
+        run = (row["date"], row["torch"], row["file"])
+        settings.setdefault(setting, {}).setdefault(run, []).append(row)
+    return [[run for _, run in sorted(runs.items(), reverse=True)] for runs in settings.values()]
 
 
 def _is(row: Row, where: Where, key: str) -> bool:

@@ -20,9 +20,9 @@ from time import perf_counter
 
 import torch
 
-from bench.support.ranks import end_group
-from bench.support.table import Row, read_rows, replace_rows
-from shardlite.apps.memory.machine import machine
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.ranks import end_group
+from shardlite.lab.table import Row, read_rows, replace_rows
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,159 +1,124 @@
-"""Tables of rows: `python -m bench.support.table` prints the tables of all `step` rows under `bench/results/`.
+"""Select the rows of a table, from the newest run of `python -m bench` that has matching rows, or from named files.
 
-`bench.support.selection` describes how to select the rows of other benches. `bench.step` defines the columns.
+    python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
+
+prints the table of the matching rows. `python -m bench` writes the rows of all benches to one file,
+`MACHINE-DATE.jsonl`. If no such file has the rows of a table, the page names the file of a single bench instead. The
+term `clip=none` matches rows without clipping.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import groupby
+import argparse
+import re
+from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-from shardlite.apps.report.cells import heading, system_name, texts
-from shardlite.apps.tables import aligned
+from shardlite.lab.table import RESULTS, Row, read_rows
 
-Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
-
-RESULTS = Path(__file__).parents[1] / "results"
-
-_COLUMNS: Columns = {
-    "system": lambda row: system_name(row["system"]),
-    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
-    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
-    "per second": lambda row: f"{row['per_second']:.0f}",
-    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
-    "above floor, ms": lambda row: _number(row, "ms_above_floor", 0),
-    "above / FSDP2's": lambda row: _number(row, "above_floor_vs_fsdp2", 2),
-    "step / DDP's": lambda row: _number(row, "ms_vs_ddp", 2),
-    "peak, MiB": lambda row: _mebibytes(row, 0),
-    "held, MiB": lambda row: _mebibytes(row, row["activation_bytes"]),
-    "held / FSDP2's": lambda row: _number(row, "held_vs_fsdp2", 2),
+RENDERERS = {
+    "step": "shardlite.lab.table:render",
+    "footprint": "bench.footprint.run:render",
+    "ring": "bench.ring.run:render_speedups",
+    "scale": "bench.scale.table:render",
+    "host": "bench.host:render",
+    "host-fake": "bench.host:render",
+    "host-block": "bench.host:render",
+    "checkpoint": "bench.faults.checkpoint:render",
+    "kernels": "shardlite.lab.table:differences",
+    "optimizers": "bench.optimizers.run:render",
+    "gpu": "bench.gpu.table:render",
+    "gpu-ranks": "bench.gpu.several.table:render",
+    "notice": "bench.faults.notice:render",
+    "restart": "bench.faults.restart:render",
+    "optimizers-losses": "bench.optimizers.losses:render",
+    "optimizers-sweep": "bench.optimizers.sweep:table",
+    **dict.fromkeys(("strategies", "strategies-batch", "strategies-accumulation"), "bench.strategies.run:render"),
 }
+"""For each value of the key `bench`, the function that renders the rows as a table."""
+
+_DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
+
+_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
+"""Values to assume if a row lacks these keys."""
 
 
-def read_rows(files: Iterable[Path]) -> list[Row]:
-    """Return all rows of the files, sorted by file name."""
-    return [json.loads(line) for file in sorted(files) for line in file.read_text().splitlines() if line.strip()]
+class NoRowsError(ValueError):
+    """Raised if no row has the requested values."""
 
 
-def write_rows(rows: Sequence[Row], file: Path) -> None:
-    """Write rows to a file, one JSON object per line."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
+    """Return the rows that are selected by the words of a command.
 
+    Args:
+        words: words that end in `.jsonl` are files, relative to `root`; `KEY=VALUE` are terms that rows must match.
+            Other words are ignored.
+        folder: folder of the runs of `python -m bench`.
+        root: root of the repository.
 
-def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]) -> None:
-    """Replace the rows of a file whose `key` is in `runs`. The file is replaced atomically, with one rename."""
-    others = [row for row in read_rows([file]) if row.get(key) not in runs] if file.exists() else []
-    beside = file.with_suffix(".new")
-    write_rows([*others, *rows], beside)
-    beside.replace(file)
-
-
-def render(rows: Sequence[Row], *, markdown: bool = True) -> str:
-    """Return one table for each model and number of ranks, with a heading.
-
-    For a run with several settings, the table shows throughput, with one column per setting.
+    Raises:
+        NoRowsError: No row matches.
     """
-    runs = [list(run) for _, run in groupby(rows, key=_run)]
-    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run, markdown) for run in runs)
+    terms = dict(word.split("=", 1) for word in words if "=" in word)
+    files = [root / word for word in words if word.endswith(".jsonl")]
+    candidates = [*([file] for file in runs(folder) if terms), files]
+    for each in candidates:
+        if found := [row for row in read_rows(each) if matches(row, terms)]:
+            return found
+    raise NoRowsError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
 
 
-def where(row: Row) -> str:
-    """Return the machine, PyTorch version and date of a row."""
-    return f"{row['machine']}, torch {row['torch']}, {row['date']}"
+def gpu_has_run(folder: Path = RESULTS) -> bool:
+    """Return whether the folder has a result of `bench.gpu`: the bits of a kernel, or a time."""
+    rows = read_rows(folder.glob("gpu-*.jsonl"))
+    return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
 
 
-def _number(row: Row, key: str, digits: int) -> str:
-    """Format a number, or return an empty string if the row lacks the key."""
-    return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
+def runs(folder: Path = RESULTS) -> list[Path]:
+    """Return the files of `python -m bench`, newest first."""
+    dated = [(found[1], file) for file in folder.glob("*.jsonl") if (found := _DATE.search(file.name))]
+    return [file for _, file in sorted(dated, reverse=True)]
 
 
-def _mebibytes(row: Row, less: int) -> str:
-    return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
+def matches(row: Row, terms: dict[str, str]) -> bool:
+    """Return whether a row has the values of the terms, compared as text."""
+    values = {**_DEFAULTS, **row}
+    return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 
 
-def _run(row: Row) -> tuple[object, ...]:
-    return row["model"], row["ranks"], row["transport"], row["machine"], row["date"]
+def render(rows: Sequence[Row]) -> str:
+    """Return the table of rows of one bench.
+
+    Raises:
+        ValueError: There is no table for rows of this bench.
+    """
+    bench = rows[0]["bench"]
+    if bench not in RENDERERS:
+        raise ValueError(f"there is no table for rows of {bench!r}; choose rows of {', '.join(RENDERERS)}")
+    module, _, name = RENDERERS[bench].partition(":")
+    table: str = getattr(import_module(module), name)(rows)
+    return table
 
 
-def _settings(rows: Sequence[Row]) -> list[str]:
-    """Return the settings of the rows in words."""
-    return list(dict.fromkeys(map(_setting, rows)))
-
-
-def _setting(row: Row) -> str:
-    count, clip = row.get("accumulation", 1), row.get("clip")
-    words = [row.get("precision", "fp32"), f"{count} micro-batches" if count > 1 else "", "clipped" if clip else ""]
-    return ", ".join(filter(None, words))
-
-
-def _render_settings(rows: list[Row], markdown: bool) -> str:
-    rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
-    found = _settings(rows)
-    cells = [["system", *found]]
-    for system in dict.fromkeys(row["system"] for row in rows):
-        cells.append([system_name(system), *(rates.get((system, setting), "") for setting in found)])
-    first = rows[0]
-    optimizer = first["optimizer"].partition(", no clipping")[0]
-    heading = (
-        f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
-        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters; units: {first['units']}; {optimizer}; "
-        f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
-        f"{where(first)}."
+def main() -> None:
+    """Print the tables of the given files, of the selected rows, or of all rows of `bench.step`."""
+    parser = argparse.ArgumentParser(prog="python -m bench.support.table", description=main.__doc__)
+    parser.add_argument("files", nargs="*", help="files of rows, one JSON object per line")
+    parser.add_argument(
+        "--select",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="values that rows must have; the newest run with such rows is used",
     )
-    return f"{heading}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
-
-
-def _render_run(rows: list[Row], markdown: bool) -> str:
-    known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
-    cells = cells_of(known, rows)
-    cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
-    return f"{_heading(rows[0])}\n\n{markdown_table(cells) if markdown else aligned(cells)}"
-
-
-def _heading(row: Row) -> str:
-    """Return the heading of a run."""
-    count = row.get("accumulation", 1)
-    batches = f" in each of {count} micro-batches" if count > 1 else ""
-    compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
-    return (
-        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}; "
-        f"units: {row['units']}; "
-        f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
-        f"medians of {row['rounds']} interleaved steps; {where(row)}."
-    )
-
-
-def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the header and the cells of each row."""
-    return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-
-
-def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
-    """Return a Markdown table. The first line is the header. The first `words` columns are aligned left."""
-    header, *body = cells
-    rule = [*["---"] * words, *["---:"] * (len(header) - words)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
-
-
-def titled(words: str, columns: Columns, rows: Sequence[Row]) -> str:
-    """Return a table of rows with a heading: `words`, machine, PyTorch version and date."""
-    return f"{words}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows))}"
-
-
-def differences(rows: Sequence[Row]) -> str:
-    """Return an aligned table of the keys whose values differ between rows. Works for rows of any bench."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    values = {key: [row.get(key) for row in rows] for key in keys}
-    columns = [[heading(key, each), *texts(key, each)] for key, each in values.items() if len(set(map(str, each))) > 1]
-    return aligned(list(zip(*columns, strict=True)))
+    options = parser.parse_args()
+    files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))
+    try:
+        print(render(rows_for([*files, *options.select], root=Path())))
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
 
 
 if __name__ == "__main__":
-    from bench.support.selection import main  # imports the tables of all benches
-
     main()

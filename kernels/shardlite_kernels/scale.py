@@ -125,10 +125,9 @@ def _table(runs: Sequence[tuple[int, int]], block: int, device: torch.device, st
     The rows are the number of the first block of each run, the distance of the run from the first, and its length. The
     memory of the table belongs to `stream`, as does its use.
     """
-    padding = [0] * ((1 << (len(runs) - 1).bit_length()) - len(runs))
-    *begins, blocks = accumulate((-(-n // block) for _, n in runs), initial=0)
-    columns = [*begins, *[blocks for _ in padding]], *([*column, *padding] for column in zip(*runs, strict=True))
-    return send(columns, torch.int64, device), blocks
+    padded = [*runs, *[(0, 0)] * ((1 << (len(runs) - 1).bit_length()) - len(runs))]
+    *begins, blocks = accumulate((-(-n // block) for _, n in padded), initial=0)
+    return send([begins, *zip(*padded, strict=True)], torch.int64, device), blocks
 
 
 def _launch(x: Tensor, factor: Tensor, table: Tensor | None, n: int, *, aligned: bool = False) -> None:

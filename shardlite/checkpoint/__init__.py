@@ -14,8 +14,8 @@ Read `saving.py` first.
 """
 
 from shardlite.checkpoint.files import BLOCK, REMEDY, begin_writeback, check_blocks, checkpoints_in, find, latest
+from shardlite.checkpoint.in_memory.copies import save_in_memory
 from shardlite.checkpoint.loading import Restored, load
-from shardlite.checkpoint.memory_copies import save_in_memory
 from shardlite.checkpoint.plain_states import full_optimizer_state, load_optimizer_state
 from shardlite.checkpoint.reading import Checkpoint, SafeLoadPlanner, SafeReader
 from shardlite.checkpoint.safetensors import export_weights, import_weights

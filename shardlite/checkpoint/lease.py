@@ -81,8 +81,8 @@ class Lease:
         content = _read(self.root / NAME)
         reason = "was removed" if content is None else f"was taken over by {_owner(content)}"
         raise CheckpointError(
-            f"the lease on {self.root} {reason}: this process had not renewed it for {STALE:g} s, or the folder was "
-            "replaced. The running save publishes nothing, and does not touch the files of the other job"
+            f"lost the lease on {self.root}, which {reason}: it was not renewed for {STALE:g} s, or the folder was "
+            "replaced. This save was abandoned; the other job's files are untouched"
         )
 
     def renew(self) -> bool:

@@ -3,7 +3,7 @@
     find the newest    agree    plan, compare shapes, check sums    agree    read    agree
                                 (nothing has changed so far)
 
-The newest state is a checkpoint or a snapshot in memory (`memory_copies.py`). A rank loads its snapshot unchanged.
+The newest state is a checkpoint or a snapshot in memory (`in_memory/copies.py`). A rank loads its snapshot unchanged.
 From a checkpoint a rank reads one tensor at a time from the file into the shard. If the model keeps a weight or moment
 in another format, the rank reads it in full precision, and encodes it when all of its elements are read.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.optim import Optimizer
 
-from shardlite.checkpoint import files, memory_copies
+from shardlite.checkpoint import files
 from shardlite.checkpoint.contents import (
     Run,
     check_keys,
@@ -33,11 +33,12 @@ from shardlite.checkpoint.contents import (
     restore,
     restore_generators,
 )
+from shardlite.checkpoint.in_memory import copies
+from shardlite.checkpoint.in_memory.snapshot import SavedSnapshot
 from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.checkpoint.saving import wait_for_save
-from shardlite.checkpoint.snapshot import SavedSnapshot
 from shardlite.engine import numbers_among
 from shardlite.errors import CheckpointError, check_path, lacking, some_of
 from shardlite.model import ModelState, ShardLite
@@ -119,7 +120,7 @@ def load(
     folder, step, skipped = found[0]
     if skipped and peers.rank == 0:
         log.warning("load: damaged checkpoints in %s are skipped: %s", path, skipped)
-    copied = memory_copies.load_newest(memory_copies.key_of(path), run, peers, max(step, 0), _restore)
+    copied = copies.load_newest(copies.key_of(path), run, peers, max(step, 0), _restore)
     if copied is not None:
         return copied
     if folder is not None:

@@ -37,13 +37,21 @@ from shardlite.comm.context import SPARE, Context, share
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.executor import BLOCK, Rows
 from shardlite.comm.operation import Operation
+from shardlite.comm.program_streams import ProgramStreams
 from shardlite.comm.schedule import Order, order_of_addition
-from shardlite.comm.shm.heap import Mapping, has_fixed_size, lazy_zeros, make_memory, physical_memory
-from shardlite.comm.shm.rendezvous import host_name
-from shardlite.comm.streams import Moment, ProgramStreams, StreamQueue, Work, finished, make_queue, submit_in_turn
+from shardlite.comm.streams import FINISHED, Moment, StreamQueue, Work, make_queue, submit_in_turn
 from shardlite.comm.traffic import Sent
 from shardlite.comm.transfers import Schedule, Transfer
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, over_gloo
-from shardlite.comm.transport.group_collectives import FusedStep, rows_numel
+from shardlite.comm.transport.group_collectives import FusedStep
 from shardlite.comm.transport.select import choose, connect
+from shardlite.comm.transport.shared_memory.heap import (
+    Mapping,
+    has_fixed_size,
+    lazy_zeros,
+    make_memory,
+    physical_memory,
+)
+from shardlite.comm.transport.shared_memory.rendezvous import host_name
+from shardlite.comm.transport.staging import rows_numel

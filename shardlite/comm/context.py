@@ -24,7 +24,8 @@ from shardlite.comm.control.interrupts import defer_interrupts, report_uncaught
 from shardlite.comm.control.process import Owner
 from shardlite.comm.control.progress import Progress
 from shardlite.comm.operation import Operation
-from shardlite.comm.streams import ProgramStreams, StreamQueue, check_connections, make_queue
+from shardlite.comm.program_streams import ProgramStreams, check_connections
+from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import NO_UNIT, Tally, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect

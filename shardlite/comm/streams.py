@@ -1,27 +1,26 @@
 """Queues that run operations in order, overlapped with the computation.
 
 On the CPU a queue is a thread. On a GPU a queue is a stream, plus a thread if messages block the host (gloo). Gathers
-and reductions have separate queues, so that they do not wait for each other. Only this file orders streams.
+and reductions have separate queues, so that they do not wait for each other. Only this file and `program_streams.py`
+order streams.
 """
 
 import atexit
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from queue import SimpleQueue
 from threading import Lock, Thread, current_thread
 from time import monotonic, sleep
 from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.process import Owner
-from shardlite.config import streams_share_a_queue
+from shardlite.comm.program_streams import ProgramStreams
 
 _FAREWELL = 2.0
 """Maximum seconds that the end of the program waits for final operations. They may wait for a peer that has ended."""
@@ -38,17 +37,6 @@ _POLL = 5e-5
 _MOMENT, _LONGEST = 2e-3, 5e-2
 """Seconds between two checks in a wait: the first interval, and the longest interval."""
 
-
-def check_connections(device: torch.device) -> None:
-    """Warn if the streams of a GPU cannot overlap. Python shows the warning once."""
-    if device.type == "cuda" and streams_share_a_queue():
-        warnings.warn(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams into one queue, so prefetched gathers cannot "
-            "overlap with the computation. Unset it: ShardLite orders its streams itself",
-            stacklevel=1,  # one place for all models, so that Python shows it once
-        )
-
-
 Moment = torch.cuda.Event
 """A point in the work of a stream."""
 
@@ -56,7 +44,7 @@ Moment = torch.cuda.Event
 def make_queue(
     name: str,
     device: torch.device,
-    program: "ProgramStreams",
+    program: ProgramStreams,
     *,
     blocking: bool,
     reports: FailureReports | None = None,
@@ -160,10 +148,10 @@ class HostWork:
         return True
 
 
-_LAUNCHED = HostWork()
-"""The work of all operations that the host has launched on a stream without an error."""
+FINISHED = HostWork()
+"""An operation that has succeeded. All operations that the host launches on a stream without an error share it."""
 
-with _LAUNCHED:
+with FINISHED:
     pass
 
 _Job = tuple[HostWork, tuple[Callable[[], None], ...]]
@@ -285,92 +273,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class ProgramStreams:
-    """The streams on which the program computes. Most programs use one stream.
-
-    The library uses one of these streams, the home stream, to allocate and free memory and to start operations. The
-    home stream is the stream from which the model was called most recently. If the program calls the model from another
-    stream within a forward or a backward, both streams wait for each other. On the CPU there are no streams.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.on_gpu = device.type == "cuda"
-        """Whether there are streams."""
-
-        self._home: torch.cuda.Stream | None = None
-
-    def captures(self) -> bool:
-        """Return whether the program captures a CUDA graph on the current stream.
-
-        A captured stream must not wait for work launched before the capture. PyTorch has already waited for the GPU.
-        """
-        return self.on_gpu and torch.cuda.is_current_stream_capturing()
-
-    def move_home(self) -> torch.cuda.Stream | None:
-        """Make the current stream the home stream. Return the new home stream, or `None` if nothing changes.
-
-        Call this between passes. The new home stream waits for the former one, because the former home stream may
-        still read cached memory.
-        """
-        other = self.other()
-        if other is not None and self._home is not None and not self.captures():
-            other.wait_stream(self._home)
-        self._home = other or self._home
-        return other
-
-    def other(self) -> torch.cuda.Stream | None:
-        """Return the current stream, or `None` if the current stream is the home stream."""
-        if not self.on_gpu:
-            return None
-        current = torch.cuda.current_stream(self._device)
-        if self._home is None:
-            self._home = current
-        return None if current == self._home else current
-
-    def at_home(self) -> AbstractContextManager[None]:
-        """Run a block on the home stream, after the current stream. The current stream then waits for the block."""
-        other = self.other()
-        return _IS_HOME if other is None else self.across(other)
-
-    @contextmanager
-    def across(self, other: torch.cuda.Stream) -> Iterator[None]:
-        """Run a block on the home stream, after the work of the stream `other`. `other` then waits for the block."""
-        home = self._home
-        assert home is not None, "`other` differs from it"
-        home.wait_stream(other)
-        with torch.cuda.stream(home):
-            yield
-        other.wait_stream(home)
-
-    def wait_for(self, other: torch.cuda.Stream) -> None:
-        """Let the home stream wait for another stream."""
-        if self._home is not None:
-            self._home.wait_stream(other)
-
-    def wait_outside_captures(self, other: torch.cuda.Stream) -> None:
-        """Let the home stream wait for another stream, unless a CUDA graph captures only one of the two.
-
-        Finalizers call this, on any thread and in any capture.
-        """
-        with suppress(RuntimeError):  # after an error of the device there is nothing to wait for
-            if self._home is not None and _is_captured(self._home) == _is_captured(other):
-                self._home.wait_stream(other)
-
-    def record_stream(self, tensor: Tensor) -> None:
-        """Record that the home stream uses a tensor of another stream. The memory is reused only after both streams."""
-        if self._home is not None:
-            tensor.record_stream(self._home)
-
-
-_IS_HOME = nullcontext()
-
-
-def _is_captured(stream: torch.cuda.Stream) -> bool:
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
 class CudaStreamQueue:
     """Runs operations on a separate stream. If launches must wait for messages, `thread` launches the operations.
 
@@ -419,7 +321,7 @@ class CudaStreamQueue:
 
         if self._thread is not None:
             return _StreamWork(self._device, end, self._thread.submit(on_stream), self._free)
-        host = _LAUNCHED
+        host = FINISHED
         try:
             on_stream()
         except BaseException:
@@ -448,14 +350,6 @@ class CudaStreamQueue:
             yield
 
 
-def finished() -> HostWork:
-    """Return an operation that has succeeded."""
-    work = HostWork()
-    with work:
-        pass
-    return work
-
-
 class _StreamWork:
     """An operation that is done when a stream reaches the event `end`. The operation `host` records the event."""
 
@@ -470,14 +364,15 @@ class _StreamWork:
         self._free = free
 
     def __del__(self) -> None:
-        self._free.append(self._end)
+        if self._host is FINISHED or self._host.done():  # otherwise a thread will still record the event
+            self._free.append(self._end)
 
     def wait(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Let the current stream wait for the results, or raise the operation's error.
 
         The host waits until the operation was launched. In a long wait, the host calls `meanwhile` once.
         """
-        if self._host is not _LAUNCHED:
+        if self._host is not FINISHED:
             self._host.wait(meanwhile)
         torch.cuda.current_stream(self._device).wait_event(self._end)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from operator import attrgetter
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -29,9 +30,11 @@ from shardlite.comm import agree
 from shardlite.engine.optimizer_hooks import OptimizerBridge, models_of
 from shardlite.errors import LayoutError, PhaseError, ShardLiteError, ShardWarning, check_int
 from shardlite.grads import Reducer
-from shardlite.params import as_they_are
+from shardlite.params import as_they_are, requires_grad_of
 
 Function = Callable[..., Any]
+
+_trains = attrgetter("training")  # `map` with this function makes no Python call per module
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype, torch.device, torch.Generator)
 """Types of the inputs that a graph fixes."""
@@ -58,8 +61,8 @@ class _Facts(NamedTuple):
     reduction: tuple[object, ...]
     """What gradients are divided by."""
 
-    mode: tuple[bool, bool]
-    """Whether the module trains, and whether autograd records."""
+    mode: tuple[object, ...]
+    """Whether autograd records, the dtype of autocast if it is on, and whether each module trains."""
 
     options: Sequence[object]
     """The options of the optimizers."""
@@ -76,6 +79,9 @@ class _Graph(NamedTuple):
     outputs: Any
     steps: int
     """Number of optimizer steps."""
+
+    gradients: Sequence[tuple[nn.Parameter, Tensor | None]]
+    """The gradients before the step, without those that the step has dropped before it could use them."""
 
     buffers: set[int]
     """Addresses of the gather buffers, which the pool keeps for passes with and without the graph."""
@@ -102,12 +108,8 @@ def capture(step: Function, warmup: int, bridge: OptimizerBridge, reducer: Reduc
         raise LayoutError(
             "capture(): with order='tree' the host seeds generators for each part: wrap without Route(order='tree')"
         )
-    transports = {
-        type(each).__name__: each
-        for each in (context.transport, *context.inline, *context.reducing)
-        if each is not None
-    }
-    if found := sorted(name for name, each in transports.items() if each.blocking or not each.replays):
+    transports = [each for each in (context.transport, *context.inline, *context.reducing) if each is not None]
+    if found := sorted({type(each).__name__ for each in transports if each.blocking or not each.replays}):
         raise LayoutError(f"capture(): a CUDA graph cannot repeat the messages of {', '.join(found)}: use NCCL")
     return CapturedStep(step, warmup, bridge, reducer, module)
 
@@ -124,6 +126,7 @@ class CapturedStep:
         self._context = bridge.context
         self._reducer = reducer
         self._module = module
+        self._modules = [*module.modules()]
         self._units = list(dict.fromkeys(each.unit for each in bridge.shards.entries))
         self._facts: _Facts | None = None  # at the end of the latest call; `None` if they are unknown
         self._graph: _Graph | None = None
@@ -192,15 +195,17 @@ class CapturedStep:
 
     def _facts_now(self) -> _Facts:
         context, reducer = self._context, self._reducer
-        with as_they_are():
-            trained = [each.param.requires_grad for each in self._bridge.shards.entries]
         return _Facts(
             weights=(context.version.number, context.version.gathered),
-            trained=trained,
+            trained=requires_grad_of(each.param for each in self._bridge.shards.entries),
             reduction=(reducer.counts, reducer.divisor, self._bridge.scale.divides),
-            mode=(self._module.training, torch.is_grad_enabled()),
+            mode=(torch.is_grad_enabled(), self._autocast(), *map(_trains, self._modules)),
             options=[self._options_of(optimizer) for optimizer in self._options],
         )
+
+    def _autocast(self) -> torch.dtype | None:
+        kind = self._context.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _options_of(self, optimizer: Optimizer, *, reads: bool = False) -> list[object]:
         """Return the options of an optimizer. If `reads`, the host waits for those that are tensors on the GPU."""
@@ -217,8 +222,7 @@ class CapturedStep:
 
     def _follow(self, now: _Facts) -> None:
         """Drop the graph if a fact has changed since the latest call."""
-        graph = self._graph
-        if self._facts == now and (graph is None or graph.buffers <= self._gather_buffers()):
+        if self._facts == now and (self._graph is None or self._is_valid(self._graph)):
             return
         self._left, self._graph = self._warmup, None
         if self._facts is not None and self._facts.options != now.options and not self._has_warned:
@@ -230,6 +234,19 @@ class CapturedStep:
                 ShardWarning,
                 stacklevel=3,
             )
+
+    def _is_valid(self, graph: _Graph) -> bool:
+        """Return whether the memory is there that a graph uses, and gradients are as they were before its capture."""
+        with as_they_are():
+            same = [param.grad is grad for param, grad in graph.gradients]
+        return False not in same and graph.buffers <= self._gather_buffers()
+
+    def _gradients(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
+        """Return all parameters, their gradients, and the version counters of the gradients."""
+        params = [*self._bridge.shards, *self._module.parameters()]
+        params += [param for each in self._options for group in each.param_groups for param in group["params"]]
+        with as_they_are():
+            return [(param, grad := param.grad, -1 if grad is None else grad._version) for param in params]
 
     def _gather_buffers(self) -> set[int]:
         lent = (unit.buffer.bytes for unit in self._units if unit.buffer is not None)
@@ -246,7 +263,10 @@ class CapturedStep:
         return outputs
 
     def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, reads: bool) -> Any:
-        """Run the step, and check that it can be repeated without its Python code. Return its outputs."""
+        """Run the step, and check that it can be repeated without its Python code. Return its outputs.
+
+        `reads` is as for `_options_of`.
+        """
         number, thread = self._context.version.number, get_ident()
 
         def note(optimizer: Optimizer, *_: Any) -> None:
@@ -285,7 +305,7 @@ class CapturedStep:
 
     def _captured(self, call: tuple[Any, Any], form: object, inputs: list[Tensor], *, together: bool) -> _Graph:
         """Capture the step. `together`: whether all ranks capture now, so that an error is raised on every rank."""
-        context, problem = self._context, None
+        context, problem, before = self._context, None, self._gradients()
         with self._undone_after_errors(together=together):
             self._bridge.in_backward.announce_change()
             self._bridge.gatherer.settle()
@@ -304,7 +324,9 @@ class CapturedStep:
                 raise problem
             steps, context.version.number = context.version.number - number, number
         assert replay is not None, "otherwise there was a problem"
-        return _Graph(replay, form, inputs, outputs, steps, self._gather_buffers())
+        with as_they_are():
+            used = [(p, grad) for p, grad, was in before if grad is None or grad is p.grad or grad._version != was]
+        return _Graph(replay, form, inputs, outputs, steps, used, self._gather_buffers())
 
     def _recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[[], None], Any]:
         """Return a function that replays the step, and the outputs that it writes."""
@@ -345,11 +367,7 @@ class CapturedStep:
     @contextmanager
     def _undone_after_errors(self, *, together: bool) -> Iterator[None]:
         """After an error in the block, make the state as it was before: nothing that was captured has run."""
-        number, bridge = self._context.version.number, self._bridge
-        params = [*bridge.shards, *self._module.parameters()]
-        params += [param for each in self._options for group in each.param_groups for param in group["params"]]
-        with as_they_are():
-            grads = [(param, param.grad) for param in params]
+        number, bridge, grads = self._context.version.number, self._bridge, self._gradients()
         try:
             yield
         except BaseException:
@@ -362,7 +380,7 @@ class CapturedStep:
             if (steps := bridge.in_backward.steps()) is not None:
                 steps.forget()
             with as_they_are():
-                for param, grad in grads:
+                for param, grad, _ in grads:
                     param.grad = grad
             self._context.version.number = number
             bridge.in_backward.mark_stepped()

@@ -18,7 +18,7 @@ from shardlite.engine.backward import Backward
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.watch import Watch
 from shardlite.errors import LayoutError
-from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, attach
+from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, attach, requires_grad_of
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -26,7 +26,6 @@ ShardRange = tuple[str, int, int, int]
 
 
 _hooks_of = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_requires_grad_of = attrgetter("requires_grad")
 
 
 @dataclass(eq=False, slots=True)
@@ -184,8 +183,7 @@ class Shards:
         with as_they_are():
             seen: list[Sequence[int]] = [list(map(Tensor.data_ptr, self._shards))]
             seen += [list(map(not_, map(hooks, self._shards))) for hooks in _hooks_of]
-            seen += [list(map(_requires_grad_of, each)) for each in (self._shards, self._params)]
-            return seen
+        return [*seen, requires_grad_of(self._shards), requires_grad_of(self._params)]
 
     def before_step(self, *, hooked: bool) -> None:
         """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged.

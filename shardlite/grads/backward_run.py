@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import SPARE, Moment, Work, finished, submit_in_turn
+from shardlite.comm import FINISHED, SPARE, Moment, Work, submit_in_turn
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
@@ -282,7 +282,7 @@ class BackwardRun:
         """Forget the reductions of a capture that has failed, which run on no rank."""
         self.has_gradients, self.held = False, None
         for reduction in self.started[self.landed :]:
-            reduction.work = finished()
+            reduction.work = FINISHED
 
     def _next_unit(self) -> Unit | None:
         """Return the unit whose reduction starts next, or `None` if all have started."""

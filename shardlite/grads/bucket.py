@@ -246,7 +246,8 @@ class Bucket:
         key = id(param)
         if self.phase is not Gradients.FILLING or key not in self.used:
             return None
-        found = self.early[key] if key in self.early else self.places[key]
+        # A view, so that `spares` knows whether the program keeps the gradient.
+        found = self.early[key] if key in self.early else self.places[key].detach()
         return torch.view_as_complex(found) if self.flats[self._slots[key][0]].master.is_complex else found
 
     def multiply(self, factor: float) -> None:

@@ -76,7 +76,7 @@ class Mean(NamedTuple):
     """The part of `whole` that this rank sums, [S]."""
 
     stats: Tensor
-    """Statistics of `own`, one row per block, [P, 2]. The next reduction of the flat overwrites them."""
+    """Statistics of `own`, one row per block, [P, 2]."""
 
     total: Tensor
     """Statistics of `own` as a whole, [2] in fp64: sum of squares, and number of blocks with a NaN or infinity."""
@@ -201,8 +201,6 @@ class ReduceQueue:
 
         self._staging = torch.empty(0, dtype=torch.uint8, device=context.device)
         self._sent = SentNumbers(context.device)
-        self._statistics: dict[tuple[Flat, int], tuple[Tensor, Tensor]] = {}
-        """Memory for `stats` and `total` of a `Mean`, by flat and number of elements in `own`."""
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
@@ -293,10 +291,7 @@ class ReduceQueue:
         else:
             whole = own = full.new_empty(stop - start, dtype=dtype)
         self._context.ledger.track("gradients", whole)
-        key = flat, own.numel()
-        if key not in self._statistics:
-            self._statistics[key] = new_stats(own), own.new_empty(2, dtype=torch.float64)
-        return Mean(flat, whole, own, *self._statistics[key])
+        return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
         """Reduce gradients, add the kept sum of earlier backwards, and write the result to `mean`."""
@@ -514,7 +509,7 @@ class GradientShards:
 
     def _squares(self, mean: Mean, whole: Tensor, divisor: Tensor | None) -> Squares:
         """Return the sums of squares of a mean, whose sum is `whole`. `divisor` has divided the mean, if any has."""
-        blocks = mean.stats[:, 0].clone() if self._by_blocks else None
+        blocks = mean.stats[:, 0] if self._by_blocks else None
         if divisor is None:
             return Squares(whole, blocks)
         square = divisor.square()

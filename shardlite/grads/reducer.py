@@ -28,9 +28,7 @@ from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket, Spares
 from shardlite.grads.reduce import GradientShards, ReduceQueue
 from shardlite.grads.scale import Scale
-from shardlite.params import Unit, as_they_are
-
-_requires_grad_of = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
+from shardlite.params import Unit, requires_grad_of
 
 _accumulates = attrgetter("accumulates")
 
@@ -157,11 +155,11 @@ class Reducer:
             PhaseError: gradients are accumulated and not reduced yet.
             LayoutError: an unfrozen parameter is stored in a dtype that is too narrow to train.
         """
-        if self._requires_grad() == self._required:
+        if requires_grad_of(self._params) == self._required:
             return False
         flats = [flat for unit in self.buckets for flat in unit.flats]
         if all(flat.trainable_now() == flat.trainable_slots for flat in flats):
-            self._required = self._requires_grad()
+            self._required = requires_grad_of(self._params)
             return False
         if not frozen and all(set(flat.trainable_now()) <= set(flat.trainable_slots) for flat in flats):
             return False
@@ -182,12 +180,8 @@ class Reducer:
         for bucket in self.buckets.values():
             bucket.follow_requires_grad()
         self.order.follow_requires_grad()
-        self._required = self._requires_grad()
+        self._required = requires_grad_of(self._params)
         return True
-
-    def _requires_grad(self) -> list[bool]:
-        with as_they_are():
-            return list(map(_requires_grad_of, self._params))
 
     def set_participation(self, *, counts: bool, ranks: int) -> None:
         """Set whether this rank's gradients count in means, and the number of ranks by which sums are divided."""

@@ -214,7 +214,7 @@ class Scale:
             return
         if share.state == _MEAN and self._wrong is None:
             return  # the ranks that count raise
-        assert disagree is not None, "computed on a device"
+        disagree = sums.any() if disagree is None else disagree
         if self._wrong is None:
             self._wrong = LaggedNumbers(torch.zeros(1, dtype=torch.int32, device=sums.device))
         elif (seen := self._wrong.read()) and seen[0] and self._reductions >= seen[0] + LATER:

@@ -67,7 +67,7 @@ class Skips:
             LayoutError: they were skipped because ranks step with different options.
         """
         if getattr(optimizer, "in_backward", False):
-            return  # this optimizer has stepped already, in the backward
+            return  # already stepped during the backward
         flag = self.flag()
         if flag is not self._counted:
             self._hidden = []  # these gradients belong to a step that raised, and were replaced since

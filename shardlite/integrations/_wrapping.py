@@ -16,7 +16,7 @@ from shardlite.model import ModelState, ShardLite
 
 _T = TypeVar("_T")
 
-OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device", "deprecated"}
+OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device"}
 """Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
 
 

@@ -34,8 +34,8 @@ from shardlite.whole import WholeParameters
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     raise ImportError(
-        "shardlite.integrations.lightning works with the package lightning, and this program has imported "
-        "pytorch_lightning, whose classes are others: write `from lightning.pytorch import Trainer, LightningModule`"
+        "shardlite.integrations.lightning: pytorch_lightning is already imported, and its classes differ from "
+        "lightning's: write `from lightning.pytorch import Trainer, LightningModule`"
     )
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -417,7 +417,7 @@ def _gather_in(target: Any, name: str, model: ShardLite, *, writeback: bool = Tr
 
 
 def _toggle_optimizer(original: Callable[..., None], module: LightningModule, optimizer: Any) -> None:
-    """Freeze the parameters of other optimizers. `original` would freeze shards, which has no effect."""
+    """Freeze the module's parameters of other optimizers, because freezing their shards has no effect."""
     wrapped = _Wrapping.of(module).model
     if wrapped is None:
         original(module, optimizer)

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardlite.build import set_values, values_of
 from shardlite.comm import GroupLike, agree, ranks_of
 from shardlite.errors import CheckpointError, LayoutError
 from shardlite.integrations._wrapping import replaced
+from shardlite.wrapping import set_values, values_of
 
 PIECE = 2**22
 """Maximum number of elements that are read at a time, if the elements of a weight follow each other in the file."""
@@ -127,7 +127,7 @@ def read_converted(model_class: Any, folder: Path, config: Any) -> dict[str, Ten
     """Return the weights in a folder under the names that Transformers gives them in a model. Not collective.
 
     Raises:
-        LayoutError: the model lacks some of them, or has other shapes.
+        LayoutError: names or shapes do not match the model.
     """
     options = {"config": deepcopy(config), "dtype": torch.float32, "output_loading_info": True}
     with torch.random.fork_rng(devices=[]):

@@ -416,7 +416,7 @@ class ShardLiteTrainer(ShardLiteMixin, Trainer):  # type: ignore[misc]
 
 
 class _Unwrapping:
-    """Part of a trainer's accelerator, which knows `ShardLite` models as `Accelerator` knows those of DDP."""
+    """Mixin that makes an `Accelerator` unwrap `ShardLite` models as it unwraps DDP's."""
 
     def unwrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the module of a `ShardLite` model. Trainers choose the loss, and what they save, by its class."""
@@ -490,7 +490,7 @@ def _read(folder: Path, model: ShardLite) -> dict[str, Tensor]:
     """Return the tensors that `save_pretrained` has written, by the names in the model.
 
     Raises:
-        LayoutError: the model lacks some of them.
+        LayoutError: names do not match the model.
     """
     files = adapter_files(model, folder)
     if files:

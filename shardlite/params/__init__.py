@@ -30,6 +30,7 @@ from shardlite.params.parameters import (
     is_dtensor,
     is_plain,
     register_first,
+    requires_grad_of,
     scripts,
     take_grad,
 )

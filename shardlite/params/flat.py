@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import compress
-from operator import attrgetter
 
 import torch
 from shardlite_kernels import joined, split
@@ -21,10 +20,8 @@ from torch import Tensor, nn
 
 from shardlite.params.full_buffer import storage_key
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
-from shardlite.params.parameters import Placeholder, as_they_are, become
+from shardlite.params.parameters import Placeholder, become, requires_grad_of
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
-
-_requires_grad_of = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
 
 
 @dataclass(eq=False, kw_only=True)
@@ -84,8 +81,7 @@ class Flat:
 
     def trainable_now(self) -> tuple[int, ...]:
         """Return the indices of the slots whose parameters require gradients."""
-        with as_they_are():
-            return tuple(compress(range(len(self.params)), map(_requires_grad_of, self.params)))
+        return tuple(compress(range(len(self.params)), requires_grad_of(self.params)))
 
     def follow_requires_grad(self) -> None:
         """Read `requires_grad` of the parameters, and update the record of slots that have gradients."""

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -157,6 +158,15 @@ def attach(param: nn.Parameter, home: Any) -> None:
     kind = type(param)
     if not issubclass(kind, Sharded):
         param.__class__ = _mixed(Sharded, kind)
+
+
+_requires_grad = attrgetter("requires_grad")  # `map` with this function makes no Python call per tensor
+
+
+def requires_grad_of(params: Iterable[Tensor]) -> list[bool]:
+    """Return `requires_grad` of each parameter or shard."""
+    with as_they_are():
+        return list(map(_requires_grad, params))
 
 
 def become(what: type, pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> None:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Work, finished
+from shardlite.comm import FINISHED, Work
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.params.flat import Flat
 from shardlite.params.full_buffer import Buffer
@@ -180,7 +180,7 @@ class Unit:
 
     def abandon_capture(self) -> None:
         """Require a gather at the next use, because the capture of a CUDA graph has failed, so no gather of it runs."""
-        self.work, self._latest, self._invalid = self.work and finished(), None, True
+        self.work, self._latest, self._invalid = self.work and FINISHED, None, True
 
     def use(self) -> None:
         """Begin a use of the full weights. Uses may nest."""

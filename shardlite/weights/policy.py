@@ -9,7 +9,7 @@ On a GPU a pool keeps these buffers for the life of the model. A unit then has i
 every step, which a CUDA graph requires, and a steady step allocates no buffer. On a CPU no buffer is kept, because the
 transport reuses the pages.
 
-Units are numbers in this file. `unshard.py` applies the policy to real memory, and `build/timeline.py` to buffers on
+Units are numbers in this file. `unshard.py` applies the policy to real memory, and `plan/timeline.py` to buffers on
 the meta device, to predict the memory of a model.
 """
 

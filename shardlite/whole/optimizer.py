@@ -208,7 +208,7 @@ class WholeParameters(WholeStateOptimizer):
         return parts
 
     def _fill(self, parts: Sequence[Part], *, are_parts: bool, has_replicas: bool) -> None:
-        """Fill in the options of the class, from an instance with placeholders, and probe the class."""
+        """Build the class on placeholders, read its defaults, and probe it."""
         try:
             prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
         except ValueError as error:

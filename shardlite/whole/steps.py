@@ -78,7 +78,7 @@ class ClassStep:
 
 
 def _own_memory(state: dict[str, Any], grad: Tensor) -> None:
-    """Copy tensors of a state that lie in the memory of the gradient `grad` [n], which the next units use."""
+    """Copy state tensors that alias `grad` [n], because the next unit reuses its memory."""
     start, stop = grad.data_ptr(), grad.data_ptr() + grad.nbytes
 
     def lies_there(leaf: object) -> bool:
@@ -176,7 +176,7 @@ def step_stand_ins(instance: Instance) -> None:
 
 @cache
 def divides_muon() -> bool:
-    """Return whether the parts above give the bits of `torch.optim.Muon` in the installed version of PyTorch."""
+    """Return whether the functions above reproduce the installed `torch.optim.Muon` to the bit."""
     generator = torch.Generator().manual_seed(0)
     tall, wide = (torch.randn(shape, generator=generator, device="cpu") for shape in ((9, 7), (64, 256)))
     for nesterov, adjust, start, lr in ((True, None, tall, 0.1), (False, "match_rms_adamw", wide, torch.tensor(0.02))):

@@ -8,12 +8,12 @@ import pytest
 
 from bench import step
 from bench.faults import detection
-from bench.support.check import ResultError, verify
-from bench.support.matrix import Setting, settings, systems_in
-from bench.support.systems import SYSTEMS, Floor, Trainer, build_ddp
-from bench.support.table import read_rows, render
-from bench.support.workloads import WORKLOADS, gpt, perceptrons
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.check import ResultError, verify
+from shardlite.lab.matrix import Setting, settings, systems_in
+from shardlite.lab.systems import SYSTEMS, Floor, Trainer, build_ddp
+from shardlite.lab.table import read_rows, render
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.workloads import WORKLOADS, gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
@@ -44,7 +44,7 @@ def assert_prints_what_it_writes(out, folder):
     assert_complete(rows)
     for row in rows:
         assert row["per_second"] == pytest.approx(2 * 4 / row["ms_p50"] * 1e3, rel=0.02)
-    assert render(rows, markdown=False) in out
+    assert render(rows) in out
 
 
 def test_the_command_has_a_row_for_each_system(cluster, tmp_path):

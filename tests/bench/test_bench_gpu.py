@@ -18,8 +18,8 @@ from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, Probe, be_probe, main
 from bench.gpu_path import BLOCKS, counts_of
-from bench.support.table import RESULTS, read_rows
-from bench.support.workloads import WORKLOADS
+from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.workloads import WORKLOADS
 
 NEEDS_TRANSFORMERS = {"calls", "fake8", "host", "twin"}
 EXPECTED = {

@@ -7,8 +7,8 @@ import torch
 
 from bench import host
 from bench.support.fake_group import launches
-from bench.support.table import RESULTS, read_rows
-from bench.support.workloads import perceptrons
+from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
 COMMON = set(
@@ -48,7 +48,7 @@ def test_rows_of_both_kinds_have_a_table_each():
 ON_FAKE = """
 import json
 from bench.host import measure_on_fake, render
-from bench.support.workloads import perceptrons
+from shardlite.lab.workloads import perceptrons
 few = perceptrons("few", blocks=3, width=8, batch=2)
 rows = [row for ranks in (2, 16) for row in measure_on_fake(few, 1, ranks)]
 print(json.dumps(rows))

@@ -15,7 +15,7 @@ from bench.kernels import timing as kernel_runs
 from bench.kernels import work as kernel_work
 from bench.kernels.run import Plan, measure
 from bench.kernels.timing import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
-from bench.support.table import differences, read_rows
+from shardlite.lab.table import differences, read_rows
 
 CPU = torch.device("cpu")
 TINY = Plan(numels=(64, 3200), rounds=2, ceiling_bytes=4096, room=1 << 28)

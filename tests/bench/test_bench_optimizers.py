@@ -12,13 +12,13 @@ from torch.optim import Muon, _muon
 from bench.optimizers import run
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
+from bench.optimizers.run import render
 from bench.optimizers.systems import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
-from bench.optimizers.table import render
 from bench.optimizers.wire import Sent, sent_in_update
-from bench.support.check import ResultError
-from bench.support.table import read_rows
-from bench.support.workloads import gpt, perceptrons
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.check import ResultError
+from shardlite.lab.table import read_rows
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.workloads import gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 
 WIDTH = 32

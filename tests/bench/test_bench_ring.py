@@ -5,16 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench.support.ranks
+import shardlite.lab.ranks
 from bench.ring import systems as ring_systems
 from bench.ring.fit import fit, predicted
-from bench.ring.run import goal_of, main, measure, systems_on
+from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
-from bench.ring.table import render_speedups, size_words
-from bench.support.table import differences, read_rows
-from shardlite.apps.plan.clusters import LINKS, LinkCost
 from shardlite.comm import collectives
 from shardlite.comm.collectives import SHORT
+from shardlite.lab.plan.clusters import LINKS, LinkCost
+from shardlite.lab.table import differences, read_rows
 from tests.support.ranks.scripts import run_command
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +144,7 @@ def test_the_command_writes_rows(cluster, tmp_path):
 
 def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):
     started = []
-    monkeypatch.setattr(bench.support.ranks, "start_ranks", lambda *start: started.append(start))
+    monkeypatch.setattr(shardlite.lab.ranks, "start_ranks", lambda *start: started.append(start))
     arguments = ["--ranks", "2", "3"]
     assert main(arguments) == 0
     assert started == [("bench.ring", 2, arguments), ("bench.ring", 3, arguments)]

@@ -5,11 +5,11 @@ import torch
 
 from bench.scale import run, simulated
 from bench.scale.table import paint, render
-from bench.support.table import read_rows
-from bench.support.workloads import WORKLOADS
-from shardlite.apps.launch import usable_cores
-from shardlite.apps.memory.machine import machine
-from shardlite.apps.plan.clusters import CLUSTERS
+from shardlite.cli.launch import usable_cores
+from shardlite.lab.memory.machine import machine
+from shardlite.lab.plan.clusters import CLUSTERS
+from shardlite.lab.table import read_rows
+from shardlite.lab.workloads import WORKLOADS
 
 TINY = WORKLOADS["tiny"]
 FIT = {

@@ -20,10 +20,10 @@ from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import Report, Times, in_turns
 from bench.gpu_path import Counts, _on_a_gpu
 from bench.support.fake_group import fake_group, operators
-from bench.support.systems import build_fsdp2
-from bench.support.table import read_rows
-from bench.support.workloads import llama_blocks, perceptrons, transformers_gpt2
-from shardlite.comm.transport.group_collectives import SLICE_NBYTES
+from shardlite.comm.transport.staging import SLICE_NBYTES
+from shardlite.lab.systems import build_fsdp2
+from shardlite.lab.table import read_rows
+from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2
 from tests.kernels.stub_driver import Pointer, StubDriver
 
 CPU = torch.device("cpu")

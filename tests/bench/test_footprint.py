@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.footprint.run import render, source_of
-from bench.support.workloads import perceptrons
 from shardlite import AdamW, ShardLite
-from shardlite.apps.memory.measure import compared, measure
-from shardlite.apps.memory.systems import SYSTEMS
-from shardlite.comm.shm.rendezvous import rendezvous
+from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
+from shardlite.lab.memory.measure import compared, measure
+from shardlite.lab.memory.systems import SYSTEMS
+from shardlite.lab.workloads import perceptrons
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import slow, take_step

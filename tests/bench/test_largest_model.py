@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where the scr
 import largest_model as example
 from largest_systems import BASE, SYSTEMS, Shape
 
-from shardlite.apps.launch import process_group
+from shardlite.cli.launch import process_group
 from tests.support.ranks.scripts import launched
 
 ROOT = Path(__file__).parents[2]

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from bench.optimizers import losses
-from bench.support.table import read_rows
-from shardlite.apps.demo.settings import GPTConfig
+from shardlite.lab.table import read_rows
+from shardlite.lab.train.settings import GPTConfig
 from tests.support.ranks.scripts import run_command
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from bench.support import selection
-from bench.support.table import read_rows
+from bench.support import table as selection
+from shardlite.lab.table import read_rows
 
 
 def write(file, **keys):

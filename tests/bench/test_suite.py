@@ -9,9 +9,9 @@ import pytest
 import bench.__main__ as command
 from bench import step
 from bench.support import suite
-from bench.support.ranks import end_group
 from bench.support.suite import ON_GPU, PARTS, Part, run
-from bench.support.table import read_rows
+from shardlite.lab.ranks import end_group
+from shardlite.lab.table import read_rows
 from tests.support.patience import seconds, until
 
 WRITES = """

@@ -28,9 +28,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from shardlite import AdamW, CheckpointError, LayoutError, ShardLite, load, save
-from shardlite.apps import cli
 from shardlite.checkpoint import SafeLoadPlanner, SafeReader, export_weights
 from shardlite.checkpoint.reading import small_tensor
+from shardlite.cli import main
 from tests.support.checkpoints import same_state
 from tests.support.internals import bridge
 from tests.support.twins.sharded import same_bits, take_step
@@ -206,7 +206,7 @@ def exported_body(group: Any, path: Path) -> dict[str, Tensor]:
 
 def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
     expected = cluster.run(exported_body, 3, tmp_path / "run")[0]
-    assert cli.main(["export", str(tmp_path / "run"), str(tmp_path / "one")]) == 0
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "one")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'one' / 'model.safetensors'}\n"
     found = load_file(tmp_path / "one" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -226,9 +226,9 @@ def test_weights_go_to_safetensors_files_and_back(cluster, tmp_path, capsys):
         same_bits(name, load_file(tmp_path / "many" / file)[name], expected[name].to(torch.bfloat16))
     with pytest.raises(CheckpointError, match="has weights already: choose another folder"):
         export_weights(tmp_path / "run", tmp_path / "many")
-    assert cli.main(["import", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
+    assert main(["import", str(tmp_path / "run"), str(tmp_path / "out")]) == 1
     assert "there is no model.safetensors, and no model.safetensors.index.json" in capsys.readouterr().err
-    assert cli.main(["import", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
+    assert main(["import", str(tmp_path / "many"), str(tmp_path / "again")]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'again' / 'step-00000000'}\n"
     for folder in ("one", "many", "again"):
         for got in cluster.run(imported_body, 2, tmp_path / folder):
@@ -304,7 +304,7 @@ def pretrained_body(group: Any, path: Path, config: Any) -> None:
 def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
     cluster.run(exported_body, 2, tmp_path)
     place = tmp_path / "step-00000003"
-    assert cli.main(["inspect", str(tmp_path)]) == 0
+    assert main(["inspect", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == [f"{place}", "step 3, saved by 2 ranks at stage 3, format 1"]
     assert [line.split() for line in lines[3:7]] == [
@@ -319,7 +319,7 @@ def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
         "extra and states of random number generators of 2 ranks",
     ]
     assert re.fullmatch(r"all 3 files \([\d.]+ KiB\) have the checksums with which they were written", lines[10])
-    assert cli.main(["inspect", str(tmp_path), "--all"]) == 0
+    assert main(["inspect", str(tmp_path), "--all"]) == 0
     listed = capsys.readouterr().out.splitlines()[2:27]
     assert [line.split() for line in listed if line.split()[0] in ("model.0.weight", "model.1.0.weight")] == [
         ["model.0.weight", "[10,", "6]", "float32", "240", "B", "1", "part"],
@@ -329,10 +329,10 @@ def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
     content = bytearray((place / "__0_0.distcp").read_bytes())
     content[-1] ^= 1
     (place / "__0_0.distcp").write_bytes(content)
-    assert cli.main(["inspect", str(place), "--no-check"]) == 0
+    assert main(["inspect", str(place), "--no-check"]) == 0
     assert capsys.readouterr().out.splitlines() == lines[:-1]
     (place / "__1_0.distcp").unlink()
-    assert cli.main(["inspect", str(place)]) == 1
+    assert main(["inspect", str(place)]) == 1
     said = capsys.readouterr()
     *_, first, second = said.out.splitlines()
     assert first.startswith(f"DAMAGED: {place}/__0_0.distcp is damaged: bytes 0 to ")
@@ -342,12 +342,12 @@ def test_inspect_summarizes_and_checks_files(cluster, tmp_path, capsys):
 
 def test_inspect_of_what_other_programs_wrote(tmp_path, capsys):
     quietly(dcp.save, {"model": net().state_dict()}, checkpoint_id=tmp_path / "foreign", no_dist=True)
-    assert cli.main(["inspect", str(tmp_path / "foreign")]) == 0
+    assert main(["inspect", str(tmp_path / "foreign")]) == 0
     foreign = capsys.readouterr().out.splitlines()
     assert foreign[1] == "written by torch.distributed.checkpoint"
     assert foreign[-2:] == ["no optimizer", "all files have their lengths; there are no checksums"]
-    assert cli.main(["inspect", str(tmp_path / "nothing")]) == 1
-    assert cli.main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
+    assert main(["inspect", str(tmp_path / "nothing")]) == 1
+    assert main(["export", str(tmp_path / "nothing"), str(tmp_path / "out")]) == 1
     assert "there is no checkpoint in" in capsys.readouterr().err
 
 
@@ -404,7 +404,7 @@ def test_equal_blocks_share_a_line_of_a_summary(tmp_path, capsys):
 
 def _inspected(path: Path, capsys: Any) -> list[str]:
     """Return the lines of a summary, which fits into a terminal."""
-    assert cli.main(["inspect", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 20
     assert max(map(len, lines[1:])) <= 80

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardlite import CheckpointError, load, save
-from shardlite.apps.inspect_checkpoint import inspect
 from shardlite.checkpoint import files, latest
+from shardlite.cli.inspect_checkpoint import inspect
 from tests.support.checkpoints import assert_names, names_in, on_first, run_on, same_state, train, tree
 
 

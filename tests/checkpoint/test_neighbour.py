@@ -16,10 +16,11 @@ import pytest
 import torch.distributed as dist
 
 from shardlite import CheckpointError, CommError, load, save_in_memory
-from shardlite.checkpoint import latest, memory_copies, snapshot
-from shardlite.checkpoint.memory_copies import Hosts, held_by, key_of, newest
-from shardlite.checkpoint.snapshot import Snapshot, SnapshotMemory
-from shardlite.checkpoint.snapshot_holder import Agent, Holder, parent_and_start
+from shardlite.checkpoint import latest
+from shardlite.checkpoint.in_memory import copies, snapshot
+from shardlite.checkpoint.in_memory.copies import Hosts, held_by, key_of, newest
+from shardlite.checkpoint.in_memory.holder import Agent, Holder, parent_and_start
+from shardlite.checkpoint.in_memory.snapshot import Snapshot, SnapshotMemory
 from tests.support.checkpoints import OPTIMIZERS, Run
 from tests.support.logs import logged
 from tests.support.patience import seconds, until
@@ -245,7 +246,7 @@ def test_copies_take_no_memory_in_the_steady_state(group: Any, path: Path) -> No
         for step in range(6):
             run.train(range(step, step + 1))
             assert copied(run, path, step)
-            own = memory_copies._copies[run.model][1]
+            own = copies._copies[run.model][1]
             assert own is not None
             taken.append(os.fstat(own.own.descriptor).st_blocks)
         assert taken[2:] == taken[1:2] * 4, taken

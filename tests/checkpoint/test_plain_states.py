@@ -139,7 +139,7 @@ def test_a_run_changes_in_the_middle_and_back(group: Any, kind: str) -> None:
 @pytest.mark.parametrize("group", [1, 3], indirect=True)
 @pytest.mark.parametrize("kind", ["adam", "ours", "whole"])
 def test_what_is_loaded_comes_out(group: Any, kind: str) -> None:
-    """At any number of ranks, also parameters that have no state yet, and options of groups."""
+    """Covers any number of ranks, parameters without state, and group options."""
     plain, ours = OPTIMIZERS[kind]
     module = Branches()
     optimizer = plain(module.parameters())

@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import shardlite
 from shardlite import AdamW, CheckpointError, CommError, ShardLite, WholeParameters
-from shardlite.checkpoint.memory_copies import newest
+from shardlite.checkpoint.in_memory.copies import newest
 from shardlite.errors import DesyncError
 from tests.support.checkpoints import assert_names
 from tests.support.twins.sharded import same_bits

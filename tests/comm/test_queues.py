@@ -12,7 +12,8 @@ from torch import nn
 import shardlite.comm.context
 from shardlite import AdamW, CommError, ShardLite
 from shardlite.comm import streams
-from shardlite.comm.streams import CudaStreamQueue, ProgramStreams, ThreadQueue, check_connections, make_queue
+from shardlite.comm.program_streams import ProgramStreams, check_connections
+from shardlite.comm.streams import CudaStreamQueue, ThreadQueue, make_queue
 from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.nccl import NcclTransport
 from tests.support.patience import seconds, until
@@ -139,6 +140,19 @@ def test_events_are_recorded_again_when_no_operation_needs_them(cuda, blocking):
     assert before == [4, 8, 12]
     numbers = [what for _, what in cuda.log if what.startswith("record")]
     assert len(set(numbers)) <= 4
+
+
+def test_an_event_that_a_thread_will_record_is_not_used_before(cuda):
+    queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
+    started, gate = threading.Event(), threading.Event()
+    work = queue.submit(lambda: (started.set(), gate.wait(seconds(10))))
+    assert started.wait(seconds(10))
+    del work
+    later = queue.submit(lambda: cuda.run("reduce"))
+    gate.set()
+    later.wait()
+    recorded = [{what for where, what in cuda.log if where == by and "record" in what} for by in ("compute", "side 1")]
+    assert not set.intersection(*recorded)
 
 
 @pytest.mark.parametrize("blocking", [False, True])

@@ -13,9 +13,9 @@ from shardlite.comm import schedule
 from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import broadcast
 from shardlite.comm.operation import Operation
-from shardlite.comm.shm.mailbox import PLACES
-from shardlite.comm.shm.rendezvous import rendezvous
 from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.shared_memory.mailbox import PLACES
+from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
 from shardlite.config import Route
 from tests.support.patience import seconds
 from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter

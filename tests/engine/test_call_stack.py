@@ -52,10 +52,11 @@ TO_THE_WIRE = [
     "weights/all_gather.py: execute",
     "comm/collectives.py: all_gather",
     "comm/executor.py: run_gather",
-    "comm/shm/transport.py: isend",
-    "comm/shm/transport.py: send",
-    "comm/shm/mailbox.py: announce",
-    "comm/shm/mailbox.py: ring",  # which writes the flag, and calls the operating system to wake the peer
+    "comm/transport/shared_memory/transport.py: isend",
+    "comm/transport/shared_memory/transport.py: send",
+    "comm/transport/shared_memory/mailbox.py: announce",
+    # `ring` writes the flag, and calls the operating system to wake the peer.
+    "comm/transport/shared_memory/mailbox.py: ring",
 ]
 
 STORY = [
@@ -131,7 +132,7 @@ def stack_body(group: Any, stage: int) -> dict[str, list[str]]:
         take_step(optimizer, model(torch.ones(2, 4)).sum())
     hook = "engine/module_hooks.py: _enter"
     with (
-        profiled_on_the_queue(Gather, "execute", seen, {"ring": "comm/shm/mailbox"}),
+        profiled_on_the_queue(Gather, "execute", seen, {"ring": "comm/transport/shared_memory/mailbox"}),
         profiled(seen, {"submit": "comm/streams"}),
     ):
         model(torch.ones(2, 4))

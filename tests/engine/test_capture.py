@@ -177,7 +177,15 @@ def joins(program):
     reducer(program.model).set_participation(counts=True, ranks=3)
 
 
-AGAIN = [trains, loads, loads_optimizer, freezes, halves, looks, joins]
+def leaves_a_gradient(program):
+    program.model(batch(99)).float().square().mean().backward()
+
+
+def evaluates_a_module(program):
+    program.model.module[1].eval()
+
+
+AGAIN = [trains, loads, loads_optimizer, freezes, halves, looks, joins, leaves_a_gradient, evaluates_a_module]
 
 
 @pytest.mark.parametrize("stage", [3, 2])
@@ -185,6 +193,45 @@ AGAIN = [trains, loads, loads_optimizer, freezes, halves, looks, joins]
 @pytest.mark.sample(2)
 def test_what_all_ranks_change_takes_another_warm_up_and_capture(between, stage):
     assert_same(between, replays=10 - 2 * WARM_UP, stage=stage)
+
+
+def test_another_dtype_of_autocast_takes_another_warm_up_and_capture():
+    found = []
+    for captured in (False, True):
+        with on_gpu() as gpu:
+            program = Program(captured=captured)
+            losses = program.steps(range(4))
+            with torch.autocast("cpu", torch.bfloat16):
+                losses += program.steps(range(4, 8))
+            found.append([*losses, *program.shards()])
+    assert all(map(torch.equal, *found))
+    assert gpu.replays == 8 - 2 * WARM_UP
+
+
+class Accumulating(Program):
+    """Each step adds to the gradients of the steps before it."""
+
+    def train(self, x, scale=1.0):
+        loss = self.model(x).float().square().mean()
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+def test_gradients_to_which_each_replay_adds_may_be_dropped(stage):
+    found = []
+    for captured in (False, True):
+        with on_gpu() as gpu:
+            program = Accumulating(captured=captured, stage=stage)
+            losses = program.steps(range(4))
+            program.optimizer.zero_grad()
+            losses += program.steps(range(4, 8))
+            program.optimizer.zero_grad(set_to_none=False)
+            losses += program.steps(range(8, 10))
+            found.append([*losses, *program.shards()])
+    assert all(map(torch.equal, *found))
+    assert gpu.replays == 10 - 2 * WARM_UP
 
 
 @pytest.mark.parametrize("stage", [3, 2, 0])

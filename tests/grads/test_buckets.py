@@ -9,6 +9,7 @@ reduction that was started needs nothing more of its host). So what is counted f
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -147,7 +148,7 @@ def test_what_is_accumulated_has_its_buckets_and_the_limit_is_back_afterwards(gr
 def divergent_body(
     group: Any, stage: int, skipped: dict[int, tuple[int, ...]], recipe: str, diverges: tuple[int, ...]
 ) -> list[int]:
-    """Let ranks skip some blocks in some backwards; return the most buckets in each."""
+    """Run backwards in which ranks skip blocks; return the maximum number of buckets per backward."""
     model = wrap(group, stage=stage)
     optimizer, _ = RECIPES[recipe](model)
     most = []
@@ -264,3 +265,21 @@ def test_memory_of_a_bucket_is_kept_only_for_an_equal_one_and_while_nobody_views
     spares.keep(memory)
     assert spares.take(object()) is None
     assert spares.take(key) is None, "memory of another kind of bucket was not freed"
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten(group, stage):
+    model, kept, copies = wrap(group, stage=stage), {}, {}
+
+    def keep(param: Tensor, *, name: str) -> None:
+        kept[name] = param.grad
+        copies[name] = None if param.grad is None else param.grad.clone()
+
+    for name, param in model.module.named_parameters():
+        param.register_post_accumulate_grad_hook(partial(keep, name=name))
+    for _ in range(2):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    kept_ones = {name: grad for name, grad in kept.items() if copies[name] is not None}
+    assert len(kept_ones) > BLOCKS
+    for name, grad in kept_ones.items():
+        assert torch.equal(grad, copies[name]), name

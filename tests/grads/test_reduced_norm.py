@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad_norm_
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlite import Route, ShardLite
+from shardlite import ShardLite
 from shardlite.comm.collectives import staging_numel
 from shardlite.params.parameters import as_they_are
 from tests.support.internals import bridge, reducer, shard_group
@@ -99,19 +99,6 @@ def test_neither_a_norm_nor_a_clip_that_does_nothing_touches_gradients(group: An
             with touching(True):
                 model.clip_grad_norm_(1e9)  # they were scaled
             assert_norm(f"stage {stage}, clipped", model)
-
-
-def test_norms_of_blocks_outlive_the_next_reduction(group: Any) -> None:
-    model = ShardLite(net(), group=group, route=Route(order="tree", parts=dist.get_world_size(group)))
-    norms = []
-    for scale in (1.0, 2.0):
-        for _ in model.parts():
-            backward(model, group, scale)
-        norms.append(reducer(model).results.reduced_norm())
-        model.zero_grad()
-    (flat,) = reducer(model).buckets[reducer(model).units[0]].flats
-    one, two = (each.norm_of_blocks(flat) for each in norms)
-    torch.testing.assert_close(two, 2 * one)
 
 
 # ---- when gradients are no longer what they were --------------------------------------------------------------------

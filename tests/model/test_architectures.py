@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite import Precision
-from shardlite.build.partition import ROOT, partition_module
+from shardlite.wrapping.partition import ROOT, partition_module
 from tests.support.models.hf import ARCHITECTURES, WIDTH, case, drawn_tokens, numbered
 from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_states, trained
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shardlite
 from shardlite import AdamW, LayoutError, MemoryLimit, Precision, ShardLite
-from shardlite.apps.inspect_checkpoint import inspect
-from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.source import Source
-from shardlite.build import Options, Recipe, budget_of, plan_units, timeline_of
-from shardlite.build.timeline import plain_events
+from shardlite.cli.inspect_checkpoint import inspect
+from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.plan.source import Source
+from shardlite.plan.timeline import Recipe, budget_of, plain_events, timeline_of
+from shardlite.wrapping import Options, plan_units
 from tests.support.internals import flats, units
 from tests.support.models import hf
 from tests.support.models.kept import Block, Declares, Net, Router, conv, images, rows

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from shardlite import ShardLite
-from shardlite.build.partition import UnitPolicy
+from shardlite.wrapping.partition import UnitPolicy
 from tests.support.models.small import (
     MLP,
     VOCABULARY,

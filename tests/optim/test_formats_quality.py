@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from bench.formats.states import CONTROL, EXACT, SEEDS, Training, formats, measure, summary
-from bench.support.table import RESULTS, read_rows
+from shardlite.lab.table import RESULTS, read_rows
 
 SHORT, LONG = 40, 300
 

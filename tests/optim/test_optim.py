@@ -226,7 +226,7 @@ def test_moments_are_aligned_and_in_the_order_of_the_parameters(gaps):
 @pytest.mark.parametrize("state", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("behind", [1e6, float("inf")])
 def test_what_lies_behind_a_gradient_is_not_its_padding(state, behind):
-    """Autograd hands out views: that of a concatenation has other gradients behind it."""
+    """Autograd delivers views: the gradient of a concatenation shares memory with other gradients."""
     buffer = torch.zeros(64)
     param = nn.Parameter(buffer[:5])
     ShardInfo(0, None).mark(param)

@@ -153,8 +153,3 @@ def test_nothing_is_left_to_do():
     """A row or an answer may wait for a test that is being written, but no commit on the main branch does."""
     for path in DOCS:
         assert "TODO" not in path.read_text(), path.name
-
-
-def test_what_was_tried_can_be_tried():
-    assert (ROOT / "bench" / "faults" / "semantics.py").exists()
-    assert "`python -m bench.faults.semantics`" in COMPARED

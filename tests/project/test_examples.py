@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shardlite.apps.demo.gpt import GPT, GPTConfig
-from shardlite.apps.demo.text import draw_batch, read_corpus
 from shardlite.checkpoint import Checkpoint
+from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.train.text import draw_batch, read_corpus
 from tests.support.ranks.scripts import run_script, torchrun
 from tests.support.twins.plain import PaddedAdamW, Twin
 from tests.support.twins.sharded import same_bits, same_states, slow

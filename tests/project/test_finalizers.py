@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from tests.support.ranks.scripts import ROOT
 
 COLLECTED = {
-    "shardlite/apps/plan/trace.py: __del__": "counts, and adds to a list of the planning thread",
-    "shardlite/checkpoint/snapshot.py: os.close": "closes a file of memory",
-    "shardlite/checkpoint/snapshot_holder.py: os.close": "closes the file of a process",
+    "shardlite/lab/plan/trace.py: __del__": "counts, and adds to a list of the planning thread",
+    "shardlite/checkpoint/in_memory/snapshot.py: os.close": "closes a file of memory",
+    "shardlite/checkpoint/in_memory/holder.py: os.close": "closes the file of a process",
     "shardlite/comm/control/store.py: end": "a message to a thread; `SimpleQueue.put` takes no lock",
-    "shardlite/comm/shm/heap.py: os.close": "closes a file of memory",
-    "shardlite/comm/shm/heap.py: self._reclaim": "frees pages, and appends to a deque",
-    "shardlite/comm/shm/rendezvous.py: _close": "closes files of memory",
+    "shardlite/comm/transport/shared_memory/heap.py: os.close": "closes a file of memory",
+    "shardlite/comm/transport/shared_memory/heap.py: self._reclaim": "frees pages, and appends to a deque",
+    "shardlite/comm/transport/shared_memory/rendezvous.py: _close": "closes files of memory",
     "shardlite/comm/streams.py: __del__": "appends to a list",
     "shardlite/comm/streams.py: program.wait_outside_captures": "a stream waits, and no thread; not if it is captured",
     "shardlite/comm/streams.py: self._queue.put": "a message to a thread; `SimpleQueue.put` takes no lock",

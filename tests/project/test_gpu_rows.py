@@ -1,4 +1,4 @@
-"""The first GPU rows appear on the pages and in the report, and sentences that they contradict are removed.
+"""The first GPU rows appear on the pages, and sentences that they contradict are removed.
 
 Rows here are made up, and stay in a temporary folder.
 """
@@ -11,10 +11,8 @@ import pytest
 from bench.gpu.land import landed
 from bench.gpu.run import PROBES, ROWS, main
 from bench.gpu.table import FAKE
-from bench.support.selection import gpu_has_run
-from bench.support.table import RESULTS, read_rows
-from shardlite.apps.report.page import page
-from shardlite.apps.report.rows import read_rows as read_files
+from bench.support.table import gpu_has_run
+from shardlite.lab.table import RESULTS, read_rows
 from tests.support.markdown import PAGES, ROOT, with_new_tables
 
 MACHINE = {"card": "NVIDIA Made-up 9000", "machine": "NVIDIA Made-up 9000; a processor, 16 cores", "torch": "2.11.0"}
@@ -72,17 +70,17 @@ def test_what_is_no_run_on_a_gpu_is_refused(tmp_path, results, refusal):
 
 @pytest.mark.skipif(gpu_has_run(), reason="the sentences went with the first rows")
 def test_without_rows_the_pages_say_that_no_gpu_has_run(results):
-    for page_ in (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "index.md"):
-        text = page_.read_text()
+    for page in (ROOT / "README.md", ROOT / "docs" / "measured.md", ROOT / "docs" / "index.md"):
+        text = page.read_text()
         assert "No GPU has run" in text
         assert with_new_tables(text, results).count("No GPU has run") == text.count("No GPU has run")
 
 
 def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
     landed(folder_with(tmp_path, FOUND), results)
-    for page_ in PAGES:
-        new = with_new_tables(page_.read_text(), results)
-        assert not any(sentence in new for sentence in SENTENCES), page_.name
+    for page in PAGES:
+        new = with_new_tables(page.read_text(), results)
+        assert not any(sentence in new for sentence in SENTENCES), page.name
         assert with_new_tables(new, results) == new
     for name in ("README.md", "docs/measured.md"):
         new = with_new_tables((ROOT / name).read_text(), results)
@@ -90,16 +88,6 @@ def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
         assert FAKE in new
         assert "NVIDIA Made-up 9000, torch 2.11.0, 2026-01-02." in new
     assert "AssertionError: 3 sums are wrong" in new
-
-
-def test_the_report_shows_them(tmp_path, results):
-    before = page(read_files([results / "host-fake.jsonl"]))
-    assert "No row is of a GPU." in before
-    file = landed(folder_with(tmp_path, FOUND), results)
-    after = page(read_files([results / "host-fake.jsonl", file]))
-    assert "No row is of a GPU." not in after
-    assert "each collective is a kernel that waits" in after
-    assert "NVIDIA Made-up 9000" in after
 
 
 @pytest.mark.parametrize(

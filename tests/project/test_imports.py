@@ -9,7 +9,7 @@ import shardlite_kernels
 import bench
 import shardlite
 
-OPTIONAL = {"matplotlib", "jinja2", "deepspeed", "transformers", "safetensors", "lightning", "peft", "accelerate"}
+OPTIONAL = {"matplotlib", "deepspeed", "transformers", "safetensors", "lightning", "peft", "accelerate"}
 
 
 def modules():

@@ -8,11 +8,11 @@ from inspect import getsource, signature
 import pytest
 
 import shardlite
-from shardlite import build
-from shardlite.apps import options
-from shardlite.apps.memory import command as memory_command
-from shardlite.apps.memory.systems import SYSTEMS
-from tests.support.ranks.scripts import ROOT, Done, run_process
+from shardlite import plan
+from shardlite.cli import options
+from shardlite.lab.memory import command as memory_command
+from shardlite.lab.memory.systems import SYSTEMS
+from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (
     "torch._dynamo",
@@ -56,7 +56,7 @@ def test_without_pytorch_nothing_is_imported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.apps.demo.gpt"]
+    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.train.gpt"]
 )
 def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
     words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")
@@ -116,10 +116,10 @@ def test_late_names_are_the_functions_themselves():
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 
-COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "report", "inspect", "export", "import"]
+COMMANDS = ["train", "verify", "doctor", "plan", "memory", "ring", "inspect", "export", "import"]
 REPORT = """
 import sys
-from shardlite.apps.cli import main
+from shardlite.cli import main
 try:
     main(sys.argv[1:])
 finally:
@@ -154,8 +154,15 @@ def test_nor_does_the_package_as_a_program():
     assert run(program) == ["shardlite", shardlite.__version__, "False"]
 
 
-def test_the_version_is_that_of_the_package():
-    assert f'\nversion = "{shardlite.__version__}"\n' in (ROOT / "pyproject.toml").read_text()
+@pytest.mark.parametrize(
+    "arguments", [["train"], ["verify"], ["plan", "--model", "gpt2"], ["memory", "--model", "gpt2"]]
+)
+def test_a_command_whose_models_need_einops_names_the_extra(arguments):
+    program = "import sys\nsys.modules['einops'] = None\nfrom shardlite.cli import main\nmain(sys.argv[1:])"
+    done = run_process("-c", program, *arguments)
+    words = "its models need einops, which is not installed; pip install 'shardlite[demo]'"
+    told = f"shardlite {arguments[0]}: error: {words} (see shardlite {arguments[0]} --help)\n"
+    assert (done.status, done.err) == (2, told)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +188,6 @@ def test_the_version_is_that_of_the_package():
         ("memory --model gpt2 --json nowhere/rows.jsonl", "there is no folder"),
         ("ring --algorithm star", "invalid choice: 'star'"),
         ("ring --ranks 65", "--ranks is 65; it must be from 1 to 64"),
-        ("report nowhere", "nowhere"),
         ("inspect", "the following arguments are required: PATH"),
         ("export a b --dtype fp8", "invalid choice: 'fp8'"),
     ],
@@ -194,5 +200,5 @@ def test_a_wrong_option_is_found_without_pytorch(arguments, words):
 
 def test_names_that_the_command_line_knows_without_pytorch_are_those_of_the_library():
     """The modules that have the library's import PyTorch."""
-    assert options.MOST_RANKS == build.MOST_RANKS
+    assert options.MOST_RANKS == plan.MOST_RANKS
     assert tuple(SYSTEMS) == memory_command.SYSTEMS

@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from shardlite.apps.cli import main
+from shardlite.cli import main
 from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks, made, tables
 from tests.support.ranks.scripts import run_process, run_script, torchrun
 

@@ -87,12 +87,3 @@ def test_a_browser_shows_it(site, page, tmp_path):
     picture = tmp_path / f"{page}.png"
     browse(site / f"{page}.html", f"--screenshot={picture}")
     assert picture.stat().st_size > 30_000  # an empty page has less
-
-
-@needs_browser
-def test_it_has_the_report_of_the_rows(site):
-    """Built from `bench/results` with the site, and linked from the page of measurements."""
-    assert 'href="report.html"' in (site / "measured.html").read_text()
-    found = seen(site / "report.html")
-    assert found["title"] == "ShardLite: what was measured"
-    assert found["overflow"] <= 0, "something is wider than the window"

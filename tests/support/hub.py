@@ -1,7 +1,7 @@
 """Stand-ins for what programs of the Hugging Face Hub download: a data set, a tokenizer, a model and a metric.
 
-`python hub.py PROGRAM ARGS` runs a program with them. `LOSSES=FILE` writes the losses whose backward is called into
-`FILE.<rank>`, in hexadecimal.
+`python hub.py PROGRAM ARGS` runs a program with them. With `LOSSES=FILE`, each differentiated loss is appended to
+`FILE.<rank>` in hexadecimal.
 """
 
 import os

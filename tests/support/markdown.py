@@ -12,7 +12,7 @@ writes each table of the pages anew from the rows that it names:
 import re
 from pathlib import Path
 
-from bench.support import selection
+from bench.support import table as selection
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

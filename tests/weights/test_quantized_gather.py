@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from bench.formats.quantized import RUNS, Task, measure
 from shardlite import EMA, AdamW, LayoutError, Precision, ShardLite
-from shardlite.apps.demo.settings import GPTConfig
-from shardlite.apps.demo.text import read_corpus
+from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.train.text import read_corpus
 from tests.support.internals import flats, units
 from tests.support.models.branching import WIDTH, Branching, layer_drop, loss_on, other_orders
 from tests.support.models.losses import on_rows

@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardlite import CheckpointError, LayoutError, ShardLite, WholeParameters, load, save
 from shardlite.checkpoint.contents import Run
+from shardlite.checkpoint.in_memory.snapshot import SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.loading import _restore
 from shardlite.checkpoint.peers import Peers
-from shardlite.checkpoint.snapshot import SavedSnapshot, Snapshot, SnapshotMemory
 from tests.support.models.losses import on_rows
 from tests.support.models.small import MLP
 from tests.support.twins.sharded import Turn, same_states, some_stages, take_step

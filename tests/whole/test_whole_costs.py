@@ -8,9 +8,9 @@ from torch import optim
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import ShardLite, WholeParameters
-from shardlite.apps.cli import main
-from shardlite.apps.plan.plan import Planner, Setting
-from shardlite.apps.plan.source import find_source
+from shardlite.cli import main
+from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.plan.source import find_source
 from shardlite.params.layout import lay_out
 from shardlite.whole.assignment import Loads, Owned, assign, describe, ranges_of
 from tests.support.models.losses import on_tokens

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn, optim
 
-from bench.support.ranks import only_rank
 from shardlite import ShardLite, WholeParameters
+from shardlite.lab.ranks import only_rank
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

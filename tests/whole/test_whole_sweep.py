@@ -11,7 +11,7 @@ from torch.optim import SGD
 
 from bench.optimizers.libraries import LIBRARIES, Candidate, candidates
 from bench.optimizers.sweep import DEFECTS, FILE, counts, sweep, table, try_all
-from bench.support.table import RESULTS, read_rows
+from shardlite.lab.table import RESULTS, read_rows
 
 SAMPLE = {
     "torch": ["SGD", "AdamW", "Muon", "Adafactor", "RAdam"],

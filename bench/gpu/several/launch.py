@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from bench.gpu import ROOT
-from shardlite.apps.launch import environment_for
+from shardlite.cli.launch import environment_for
 
 if TYPE_CHECKING:
     from bench.gpu.run import Probe
@@ -68,7 +68,7 @@ def statuses_of(processes: Sequence[subprocess.Popen[bytes]], seconds: float = f
 def be_rank(probe: Probe, rows: Path, dry: bool, ranks: int) -> int:
     """Be a rank of a probe. On an error, report it and exit at once, because a cleanup could wait for other ranks."""
     from bench.gpu.report import Report
-    from bench.support.ranks import one_of_them
+    from shardlite.lab.ranks import one_of_them
 
     rank = int(os.environ["RANK"])
     if not dry:

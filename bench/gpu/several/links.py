@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.checks import _cut, _transport
 from bench.gpu.report import Report, milliseconds, synchronize
-from bench.support.measure import slowest
+from shardlite.lab.timer import slowest
 
 NBYTES = (16 << 20, 256 << 20, 832 << 20)
 """Bytes of the whole buffer. The last is that of a block of Llama 3 8B in fp32."""

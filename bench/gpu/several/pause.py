@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bench.gpu.report import Report, free, milliseconds
 from bench.gpu.several.steps import prepared, workload_of
-from bench.support.measure import slowest
+from shardlite.lab.timer import slowest
 
 PAUSE = 0.05
 """Seconds."""

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from bench.gpu.report import Report, free, milliseconds
 from bench.gpu.several.links import busbw
-from bench.support.measure import slowest
-from bench.support.systems import Autocast, Build, Format, Trainer, build_fsdp2, flat
-from bench.support.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
-from bench.support.workloads import compiled as with_compiled_blocks
 from shardlite import AdamW, NonFiniteWarning, Precision, Route, ShardLite
-from shardlite.apps.memory.systems import OPTIONS, torch_adamw, wrap_ddp
+from shardlite.lab.systems import OPTIONS, Autocast, Build, Format, Trainer, build_fsdp2, flat, torch_adamw, wrap_ddp
+from shardlite.lab.timer import slowest
+from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite.lab.workloads import compiled as with_compiled_blocks
 
 _WARM_UP, _ROUNDS = 3, 8
 _CLIP = 1.0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.gpu.run import PROBES
 from bench.gpu.table import _GIB, _escaped, _number, _text
-from bench.support.table import Columns, Row, markdown_table
+from shardlite.lab.table import Columns, Row, markdown_table
 
 _NAMED: Columns = {"model": _text("model"), "system": lambda row: str(row.get("system", row["probe"]))}
 

@@ -55,7 +55,7 @@ _PAUSE = 1e-3
 """Seconds between two checks whether the library has returned."""
 
 _OURS = (LIBRARIES[0], f"{Path(shardlite_kernels.__file__).parent}{os.sep}")
-_PROGRAMS = tuple(f"{_OURS[0]}apps{os.sep}{name}" for name in ("cli.py", "demo", "verify"))
+_PROGRAMS = tuple(f"{_OURS[0]}{name}{os.sep}" for name in ("cli", "lab"))
 _PLACES = tuple(f"{sysconfig.get_paths()[name]}{os.sep}" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_paths()['stdlib']}{os.sep}"
 _SCRIPTS = f"{sysconfig.get_paths()['scripts']}{os.sep}"

@@ -82,7 +82,7 @@ class Progress:
         self._lock = Lock()  # gathers are joined on other threads
 
     def begin_backward(self) -> None:
-        """Start a backward, identified by its number."""
+        """Start the next backward."""
         with self._lock:
             self._publishes = False
             self._mine = _Standing(self._mine.backward + 1, gathers=self._mine.gathers)

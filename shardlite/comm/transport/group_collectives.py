@@ -36,7 +36,6 @@ range of elements of every segment.
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,6 +50,7 @@ from shardlite.comm.executor import Rows
 from shardlite.comm.transport.base import Message, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
 from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, slices_of
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
@@ -136,58 +136,9 @@ class WholeCollectives(Transport):
         return 0
 
 
-SHORTEST = 32
-"""Number of elements of the shortest slice. The lengths of longer slices are multiples of `SHORTEST`, so that rows are
-aligned to 32 bytes.
-"""
-
-
-@lru_cache(maxsize=1024)
-def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -> Sequence[tuple[int, int]]:
-    """Divide segments of up to `longest` elements into slices, so that `rows` rows of a slice fit in `nbytes`.
-
-    Return the range of elements of each slice. There are as few slices as possible, and all slices except the last
-    have equal length.
-    """
-    if 0 < rows * longest * itemsize <= nbytes:
-        return ((0, longest),)
-    unit = max(grain, SHORTEST)
-    most = max(nbytes // (rows * itemsize * unit), 1) * unit
-    count = -(-longest // most)
-    length = -(-longest // (max(count, 1) * unit)) * unit
-    return tuple((start, min(start + length, longest)) for start in range(0, longest, length or 1))
-
-
 def as_bytes(tensor: Tensor) -> Tensor:
     """View a tensor as bytes, because not every backend supports every dtype."""
     return tensor.view(torch.uint8)
-
-
-SLICE_NBYTES = 192 << 20
-"""Maximum bytes of the staged rows of a slice."""
-
-MOST_CALLS = 8
-"""Maximum number of calls that exchange a reduction inside the bucket."""
-
-
-def in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_NBYTES) -> int:
-    """Return the number of elements that a call of an exchange inside the bucket sends and that are staged, `D`.
-
-    Return 0 if all received rows of segments of `longest` elements fit in `nbytes`, so that they are staged at once.
-    The result is about an eighth of the bucket, or less if a step takes several calls.
-    """
-    staged = world_size if world_size > 2 else 1
-    if world_size == 1 or staged * longest * itemsize <= nbytes:
-        return 0
-    steps = -(-(world_size - 1) // MOST_CALLS)
-    parts = max(1, min(-(-MOST_CALLS // world_size), MOST_CALLS // (world_size - 1)))
-    return steps * min(-(-longest // (parts * SHORTEST)) * SHORTEST, longest)
-
-
-def rows_numel(longest: int, world_size: int, itemsize: int) -> int:
-    """Return the number of elements of the staging buffer of a reduction of equal segments in the order of a ring."""
-    staged = world_size if world_size > 2 else 1
-    return in_bucket(longest, world_size, itemsize) or staged * longest
 
 
 def _synchronous(options: Any) -> Any:
@@ -250,7 +201,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         if staged := self._in_bucket(cut, itemsize):
             return staged
         slices = self.slices(cut, itemsize, grain)
-        rows = 1 if self.world_size == 2 else self.world_size * (1 + (len(slices) > 1))
+        rows = 1 if self.world_size == 2 else self.world_size
+        rows *= 2 if rows > 1 and len(slices) > 1 else 1
         return rows * max((stop - start for start, stop in slices), default=0)
 
     def _in_bucket(self, cut: Cut, itemsize: int) -> int:
@@ -291,7 +243,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
                 numel = min(most, length - low)
                 target, source, begun = (self.rank + step) % ranks, (self.rank - step) % ranks, (step - 1) * length
                 sent[target] = full.narrow(0, target * length + low, numel)
-                place = (self.rank * length + length + begun + low - most) % total
+                # Received bytes follow each other, from `most` bytes before the segment of the next rank on.
+                place = ((self.rank + 1) * length + begun + low - most) % total
                 memory, place = (staged, begun + low) if begun + low < most else (full, place)
                 received[source] = memory.narrow(0, place, numel)
             self._trade(sent, received)

@@ -8,8 +8,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shardlite.comm.shm.rendezvous import nodes_of, rendezvous
-from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, member_group, reconnect
 from shardlite.comm.transport.group_collectives import (
@@ -19,6 +17,8 @@ from shardlite.comm.transport.group_collectives import (
     WholeCollectives,
 )
 from shardlite.comm.transport.nccl import NcclTransport, communicator
+from shardlite.comm.transport.shared_memory.rendezvous import nodes_of, rendezvous
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.comm.transport.symmetric import symmetric_memory
 from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.config import Route

@@ -55,9 +55,9 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
-from shardlite.comm.shm.rendezvous import nodes_of
 from shardlite.comm.transport.gloo import Posted
 from shardlite.comm.transport.group_collectives import FusedStep, WholeCollectives, as_bytes
+from shardlite.comm.transport.shared_memory.rendezvous import nodes_of
 from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
 from shardlite.telemetry import Ledger

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
-from shardlite.comm.shm import transport
+from shardlite.comm.transport.shared_memory import transport
 from shardlite.errors import SAME_PASSES, ShardLiteError
 from tests.support.internals import context
 from tests.support.models.small import Residual, run_all

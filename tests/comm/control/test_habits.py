@@ -23,8 +23,8 @@ from shardlite import AdamW, LayoutError, NonFiniteWarning, Route, ShardLite, lo
 from shardlite.comm import streams
 from shardlite.comm.control import collective_waits, store
 from shardlite.comm.control.failure_reports import _may_end
-from shardlite.comm.shm import transport as shm
 from shardlite.comm.transport import gloo
+from shardlite.comm.transport.shared_memory import transport as shm
 from shardlite.errors import EVERY_RANK, SAME_PASSES, ShardLiteError
 from tests.support.twins.sharded import slow, take_step
 

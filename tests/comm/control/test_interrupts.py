@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-import shardlite.apps.cli
+import shardlite.cli.commands
 import shardlite.comm.streams
 from shardlite import AdamW, Route, ShardLite
 from shardlite.comm.control import interrupts
@@ -249,7 +249,7 @@ LIBRARY, PROGRAM = shardlite.comm.streams.__file__, "/home/user/train.py"
         ((shardlite_kernels.__file__, LIBRARY, PROGRAM), True),
         (("<eval_with_key>.0", torch.nn.__file__, PROGRAM), False),
         ((numpy.__file__, LIBRARY), False),
-        ((shardlite.apps.cli.__file__, "<frozen runpy>"), False),
+        ((shardlite.cli.commands.__file__, "<frozen runpy>"), False),
         (("<string>",), False),
         ((f"{Path(shardlite.__file__).parent}_train.py",), False),
         ((f"{Path(torch.__file__).parent}vision/models.py", LIBRARY), False),

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardlite.apps.launch import OWN_STORE
+from shardlite.cli.launch import OWN_STORE
 from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import same_states
 

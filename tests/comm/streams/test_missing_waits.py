@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams, _StreamWork
+from shardlite.comm.program_streams import ProgramStreams
+from shardlite.comm.streams import CudaStreamQueue, HostWork, _StreamWork
 from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
 from shardlite.grads.backward_run import BackwardRun, StreamRun

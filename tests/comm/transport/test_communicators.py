@@ -1,7 +1,6 @@
 """Communicators of a simulated NCCL: options, reuse, and registered memory."""
 
 import gc
-import warnings
 from contextlib import contextmanager
 from copy import copy
 from datetime import timedelta
@@ -14,12 +13,11 @@ import torch
 import torch.distributed as dist
 
 from bench.support.fake_group import as_over_nccl, fake_group
-from shardlite import LayoutError, Precision, Route, ShardLite
+from shardlite import LayoutError, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
-from shardlite.config import take_deprecated
 from shardlite.errors import CommError
 from tests.support.internals import context as context_of
 from tests.support.patience import seconds
@@ -273,7 +271,7 @@ def test_a_model_takes_a_route(group):
     ("options", "message"),
     [
         ({"route": "p2p"}, r"route takes a shardlite\.Route, got 'p2p'"),
-        ({"transprot": "p2p"}, r"ShardLite\(\) got an unexpected keyword argument 'transprot'"),
+        ({"transprot": "p2p"}, r"ShardLite\.__init__\(\) got an unexpected keyword argument 'transprot'"),
         ({"precision": "bf16"}, r"precision takes a shardlite\.Precision, got 'bf16'"),
     ],
     ids=str,
@@ -281,34 +279,6 @@ def test_a_model_takes_a_route(group):
 def test_unknown_options_are_refused(group, options, message):
     with pytest.raises(TypeError, match=f"^{message}"):
         ShardLite(torch.nn.Linear(4, 4), group=group, **options)
-
-
-def test_keywords_of_before_are_fields_of_records():
-    for name, value in (("transport", "p2p"), ("algorithm", "direct"), ("reduce", "exact"), ("order", "ring")):
-        with pytest.warns(DeprecationWarning, match=rf"{name}=\.\.\.\) is deprecated .* use route=Route\({name}="):
-            route, _ = take_deprecated(Route(), Precision(), {name: value})
-        assert route == Route(**{name: value})
-    with pytest.warns(DeprecationWarning, match="parts"), pytest.warns(DeprecationWarning, match="order"):
-        route, _ = take_deprecated(Route(), Precision(), {"order": "tree", "parts": 4})
-    assert route == Route(order="tree", parts=4)
-    with pytest.warns(DeprecationWarning, match="use precision=Precision"):
-        _, precision = take_deprecated(Route(), Precision(), {"quantized_gather": True})
-    assert precision == Precision(quantized_gather=True)
-    with (
-        pytest.warns(DeprecationWarning, match="transport"),
-        pytest.raises(ValueError, match="transport are fields of route="),
-    ):
-        take_deprecated(Route(max_ctas=4), Precision(), {"transport": "p2p"})
-
-
-def test_a_model_takes_keywords_of_before(group):
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", DeprecationWarning)
-        options = {"transport": "p2p", "quantized_gather": True}
-        model = ShardLite(torch.nn.Linear(4, 4), group=group, **options)
-    told = [each for each in warned if each.category is DeprecationWarning]
-    assert [each.filename for each in told] == [__file__, __file__]
-    assert "transport=GlooTransport" in repr(model)
 
 
 # ---- registered memory ----------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from shardlite.comm import collectives
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import staging_numel
 from shardlite.comm.transport.base import Message
-from shardlite.comm.transport.group_collectives import SLICE_NBYTES, GroupCollectives, in_bucket, rows_numel
+from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, rows_numel
 from shardlite.telemetry import Ledger
 from tests.support.ranks.cluster import run_local
 from tests.support.transports.calls import reduce_scatter

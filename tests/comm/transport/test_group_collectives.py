@@ -20,11 +20,11 @@ from shardlite import LayoutError, Precision, ShardLite
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
-from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport import group_collectives
+from shardlite.comm.transport import group_collectives, staging
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Route
 from tests.support.models.losses import MODELS, on_tokens
 from tests.support.models.small import LanguageModel
@@ -162,7 +162,7 @@ def reduce_in_slices(transport, cases, divisor):
             cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
             needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts) * case.dtype.itemsize
             in_bucket = transport._in_bucket(cut, case.dtype.itemsize) * case.dtype.itemsize
-            shortest = 2 * transport.world_size * group_collectives.SHORTEST * case.dtype.itemsize
+            shortest = 2 * transport.world_size * staging.SHORTEST * case.dtype.itemsize
             assert needed == in_bucket or (not in_bucket and needed <= max(512, shortest))
         return reduce_everything(transport, cases, divisor)
 

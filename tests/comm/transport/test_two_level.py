@@ -21,13 +21,13 @@ from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
 from shardlite.comm.schedule import formula, order_of_addition
 from shardlite.comm.schedule import reduce_scatter as schedule_of
-from shardlite.comm.shm import rendezvous
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.select import connect
+from shardlite.comm.transport.shared_memory import rendezvous
 from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.config import Route
 from tests.support.internals import units

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from shardlite.apps import cli
 from shardlite.checkpoint import Checkpoint, latest
+from shardlite.cli import main
 from tests.support.ranks.cluster import Cluster
 from tests.support.ranks.scripts import run_command
 from tests.support.twins.sharded import same_bits
@@ -46,7 +46,7 @@ def ranks_of(agent: int) -> list[int]:
 def train_straight(cluster: Cluster, folder: Path, ranks: int) -> None:
     """Train as `started` does, without a launcher and without interruptions."""
     options = ["--steps", "40", "--out", str(folder), "--checkpoints", str(folder / "run"), "--save-every", "40"]
-    assert run_command(cluster, cli.main, "train", *TINY, *options, ranks=ranks)[0].status == 0
+    assert run_command(cluster, main, "train", *TINY, *options, ranks=ranks)[0].status == 0
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlite.comm.shm.rendezvous import rendezvous
-from shardlite.comm.shm.transport import SharedMemoryTransport
 from shardlite.comm.transport.base import Message, Pending, Transport
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport
 from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.nccl import NcclTransport
+from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
+from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from tests.support.ranks.cluster import GLOO_TIMEOUT, Cluster, run_local
 from tests.support.transports.delegating import Delegating
 from tests.support.transports.played_symmetric import run_played

@@ -17,11 +17,11 @@ from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 
 from shardlite import AdamW
-from shardlite.apps.verify.plain import Mean, PaddedAdamW, Sum, add_round, flattened, simple_mean
-from shardlite.apps.verify.plain import Twin as PlainTwin
-from shardlite.apps.verify.plain import ring_mean as plain_ring_mean
-from shardlite.build.partition import UnitPolicy
+from shardlite.lab.verify.plain import Mean, PaddedAdamW, Sum, add_round, flattened, simple_mean
+from shardlite.lab.verify.plain import Twin as PlainTwin
+from shardlite.lab.verify.plain import ring_mean as plain_ring_mean
 from shardlite.params import ALIGN, Layout, Slot, round_up
+from shardlite.wrapping.partition import UnitPolicy
 
 __all__ = ["RECIPES", "Mean", "PaddedAdamW", "Recipe", "Sum", "Twin", "add_round", "ring_mean", "simple_mean"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite import NonFiniteWarning, Precision, ShardLite
-from shardlite.build.partition import UnitPolicy
 from shardlite.params import as_real
+from shardlite.wrapping.partition import UnitPolicy
 from tests.support.internals import flats, units
 from tests.support.twins.plain import RECIPES, Recipe, Twin
 

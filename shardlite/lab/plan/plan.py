@@ -1,0 +1,261 @@
+"""Plan one rank: bytes by purpose and bytes sent, computed by the code that wraps models in a real run.
+
+A `Planner` creates the model once, with fake tensors. It traces a step for each compute dtype, with and without
+activation checkpointing. It then plans any number of settings (stages, formats, ranks) by arithmetic.
+
+Legend: `W` ranks.
+"""
+
+from argparse import Namespace
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from shardlite import ShardLite
+from shardlite.cli import precision_of
+from shardlite.config import Keep, Precision
+from shardlite.engine import cast_inputs
+from shardlite.errors import LayoutError
+from shardlite.lab.plan.source import Source, SourceError
+from shardlite.lab.plan.trace import trace
+from shardlite.plan import ACTIVATIONS, MOST_RANKS, Budget, Event, Recipe, StepTimeline, budget_of, timeline_of
+from shardlite.whole import Owned, assign, is_hidden_matrix, ranges_of
+from shardlite.wrapping import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """The configuration of a training run."""
+
+    stage: int = 3
+    world_size: int = 1
+    precision: Precision = field(default_factory=Precision)
+    state: str = "fp32"
+    in_backward: bool = False
+    prefetch: int = 1
+    reshard_after_forward: bool = True
+    checkpoint: bool = False
+    """Whether the backward recomputes each repeated block."""
+
+    on_gpu: bool = True
+    hierarchical: bool = False
+    """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total of the sent
+    bytes is the same.
+    """
+
+    @property
+    def recipe(self) -> Recipe:
+        """The options that determine the bytes."""
+        return Recipe(
+            options=Options(
+                stage=self.stage,
+                precision=self.precision,
+                prefetch=self.prefetch,
+                reshard_after_forward=self.reshard_after_forward,
+            ),
+            world_size=self.world_size,
+            device=torch.device("cuda" if self.on_gpu else "cpu"),
+            state=self.state,
+            in_backward=self.in_backward,
+        )
+
+
+def setting_of(options: Namespace) -> Setting:
+    """Return the setting of a command line, from the shared options `training` in `options.json`.
+
+    Raises:
+        ValueError: the dtypes cannot be combined.
+    """
+    return Setting(
+        precision=precision_of(options.compute, options.reduce, options.master, options.keep),
+        state=options.state,
+        in_backward=options.in_backward,
+        prefetch=options.prefetch,
+    )
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """The bytes that one rank holds and sends in a step."""
+
+    setting: Setting
+    budget: Budget
+    timeline: StepTimeline
+    """The step if each reduction ends as late as possible. Its bytes are upper bounds."""
+
+    events: Sequence[Event]
+
+    @cached_property
+    def prompt(self) -> StepTimeline:
+        """The step if each reduction ends before the next gradient. Its bytes are lower bounds."""
+        return timeline_of(self.budget, self.events, prompt=True)
+
+    @property
+    def at_least(self) -> int:
+        """Lower bound of the bytes at the peak."""
+        return self.prompt.total
+
+    @property
+    def peak(self) -> int:
+        """Upper bound of the bytes at the peak."""
+        return self.timeline.total
+
+    @property
+    def by_purpose(self) -> dict[str, int]:
+        """Bytes at the peak by purpose: the purposes of `model.memory()`, and activations."""
+        return {purpose: nbytes for purpose, nbytes in self.timeline.peak.items() if nbytes}
+
+    @property
+    def activations(self) -> int:
+        """Peak of the program's own tensors. All tensors together may peak at another moment."""
+        return self.timeline.most.get(ACTIVATIONS, 0)
+
+    @property
+    def sent_by_gathers(self) -> int:
+        """Bytes that this rank sends in one step to gather weights."""
+        return sum(self.budget.units[a.unit].sent for a in self.timeline.actions if a.name == "gather")
+
+    @property
+    def sent_by_reductions(self) -> int:
+        """Bytes that this rank sends in one step to reduce gradients, and at stage 0 to gather their means."""
+        reduced = [a.unit for a in self.timeline.actions if a.name == "reduce"]
+        return sum(flat.sent for unit in reduced for flat in self.budget.units[unit].flats)
+
+
+class Planner:
+    """Plans one model in many settings."""
+
+    def __init__(self, source: Source, *, progress: Callable[[str], None] = lambda _: None) -> None:
+        """Create the model with fake tensors, and call `progress` with a line about each slow part.
+
+        Raises:
+            SourceError: the model cannot be created with fake tensors.
+        """
+        self.source = source
+        self._progress = progress
+        self._fake = FakeTensorMode()
+        progress(f"making {source.name} of fake tensors")
+        self._module = self._make()
+        validate.check_module(self._module, Precision(), wrapper=ShardLite)
+        self.numel = sum(param.numel() for param in self._module.parameters())
+        self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
+        self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
+        self.trainable = sum(self.trained_numels)
+        self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
+        self.events = cache(self._trace)
+        """`events(compute, checkpoint, keep)` returns the events of one step."""
+
+    @property
+    def unit_names(self) -> list[str]:
+        """Names of the units."""
+        return [unit.name for unit in self._units(Setting()).units]
+
+    def plan(self, setting: Setting) -> RankPlan:
+        """Plan rank 0. No other rank holds more.
+
+        Raises:
+            SourceError: the model cannot be traced.
+        """
+        precision = setting.precision
+        events = self.events(precision.compute, setting.checkpoint, precision.keep)  # type: ignore[arg-type]
+        budget = self._units(setting)
+        return RankPlan(setting, budget, timeline_of(budget, events), events)
+
+    def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
+        """Return the smallest number of ranks (at most 4096) with which a rank holds at most `nbytes`, or `None`."""
+
+        def fits(ranks: int) -> bool:
+            return self.plan(replace(setting, world_size=ranks)).peak <= nbytes
+
+        powers = (2**i for i in range(MOST_RANKS.bit_length()))
+        high = next(filter(fits, powers), None)
+        return None if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=fits)
+
+    def owners(self, setting: Setting) -> list[Owned]:
+        """Return the trained matrices, without embeddings and heads, with their owners in `WholeParameters`."""
+        plan, found = self._plan(setting), list[Owned]()
+        for unit, flats in zip(plan.units, plan.flats, strict=True):
+            for layout in (flat.layout for flat in flats if flat.layout.trainable):
+                for index, slot in enumerate(layout.slots):
+                    if is_hidden_matrix(slot.name, slot.shape):
+                        ranges = ranges_of(layout, index, whole=setting.stage == 0)
+                        found.append(
+                            Owned(name=slot.name, unit=unit.name, shape=slot.shape, ranges=ranges, place=len(found))
+                        )
+        if found:
+            assign(found)
+        return found
+
+    def _plan(self, setting: Setting) -> Plan:
+        return plan_units(self._module, setting.recipe.options, setting.world_size, _META)
+
+    def _units(self, setting: Setting) -> Budget:
+        return budget_of(self._plan(setting), setting.recipe, buffers=self._buffers)
+
+    def _trace(self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None) -> Sequence[Event]:
+        how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
+        self._progress(f"tracing a step{how}")
+        module = self._make()
+        dtypes = plan_units(module, Options(precision=Precision(compute=compute, keep=keep)), 2, _META).dtypes
+        for param in module.parameters():
+            if compute is not None and param.is_floating_point():
+                param.data = param.data.to(dtypes.kept.get(param, compute))  # as gathered; tied parameters stay tied
+        cast_inputs(dtypes.inputs)
+        plan = plan_units(module, Options(), 2, _META)
+        units = build_units(plan, placement_of(plan, Options(), 0, 2))
+        if recomputes:
+            _checkpoint(plan.units)
+        with self._faking(), torch.enable_grad():
+            return trace(module, units, plan.units, self.source.loss(module, dtypes.model))
+
+    def _make(self) -> nn.Module:
+        with self._faking():
+            module = self.source.make()
+        if not isinstance(module, nn.Module):
+            raise SourceError(f"--model {self.source.name} returned a {type(module).__name__}; expected an nn.Module")
+        return module
+
+    @contextmanager
+    def _faking(self) -> Iterator[None]:
+        """Make new tensors fake in the `with` block.
+
+        Errors become `SourceError`s, for example if the model reads the value of a fake tensor.
+        """
+        try:
+            with self._fake:
+                yield
+        except (SourceError, LayoutError):
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"{self.source.name} cannot be traced with fake tensors, which have shapes and no values: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _checkpoint(plans: Sequence[UnitPlan]) -> None:
+    """Make the backward recompute each unit whose class occurs more than once."""
+    classes = [type(plan.module) for plan in plans]
+    for plan in plans:
+        if classes.count(kind := type(plan.module)) > 1:
+            plan.module.__class__ = _recomputed(kind)  # type: ignore[arg-type]
+
+
+@cache
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose call goes through `checkpoint`. No random state is kept, as fake tensors have none."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(kind.__call__, self, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call})

@@ -1,0 +1,68 @@
+"""Run `shardlite plan`.
+
+In: the options of the command line. Out: text and files.
+"""
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardlite.cli import progress
+from shardlite.lab.plan.clusters import CLUSTERS, Cluster, memory_of
+from shardlite.lab.plan.plan import Planner, Setting, setting_of
+from shardlite.lab.plan.report import Group, as_json, text
+from shardlite.lab.plan.simulate import scaling
+from shardlite.lab.plan.source import find_source
+
+
+def plan(options: Namespace) -> str:
+    """Plan the runs of a command line, write the requested files, and return the text.
+
+    Raises:
+        ValueError: an option has an invalid value.
+        SourceError: the model cannot be created or traced.
+        LayoutError: the model cannot be sharded.
+        ModuleNotFoundError: `--plots` is given and matplotlib is not installed.
+        OSError: a file cannot be written.
+    """
+    cluster = None if options.cluster is None else CLUSTERS[options.cluster]
+    card = None if options.card is None else memory_of(options.card)
+    settings = list(_settings(options, on_gpu=cluster is None or cluster.on_gpu))
+    planner = Planner(find_source(options.model, options.batch, options.context, options.inputs), progress=progress)
+    groups = [_group(planner, setting, sorted(set(options.ranks)), cluster, card) for setting in settings]
+    written = []
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(planner, groups, cluster, card), indent=1) + "\n")
+        written.append(options.json)
+    if options.plots is not None:
+        from shardlite.lab.plan.plots import paint
+
+        written += paint(planner, groups, cluster, card, options.plots)
+    told = "".join(f"\nwrote {path}" for path in written)
+    return text(planner, groups, cluster, card, owners=options.owners) + (f"\n{told}" if told else "")
+
+
+def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
+    """Yield the setting of each stage, without and with checkpointing."""
+    for stage in options.stage:
+        for recomputes in {"both": (False, True), "with": (True,), "without": (False,)}[options.checkpoint]:
+            yield replace(
+                setting_of(options),
+                stage=stage,
+                reshard_after_forward=not options.keep_unsharded,
+                checkpoint=recomputes,
+                on_gpu=on_gpu,
+                hierarchical=options.algorithm == "hierarchical",
+            )
+
+
+def _group(planner: Planner, setting: Setting, ranks: list[int], cluster: Cluster | None, card: int | None) -> Group:
+    plans = [planner.plan(replace(setting, world_size=each)) for each in ranks]
+    curve, fewest = [], None
+    if cluster is not None:
+        curve = scaling(planner.plan(replace(setting, world_size=1)), plans, cluster)
+    if card is not None:
+        progress("looking for the fewest ranks that fit")
+        fewest = planner.smallest_world(setting, card)
+    return Group(plans=plans, curve=curve, fewest=fewest)

@@ -1,0 +1,457 @@
+"""Predict the memory of a step: full weights, gradient buckets, gradients and the program's own tensors.
+
+In: a `Budget`, and the events of one forward and backward (`Event`). Out: a `StepTimeline`: the peak of memory by
+purpose, and the operations in their order, with the computation between them. Nothing is allocated and no clock is
+read.
+
+The moment at which a reduction ends depends on the timing of a run, so the caller chooses between two bounds. By
+default each reduction ends when something must wait for it, which gives an upper bound of the memory. If `prompt` is
+set, each reduction ends before the next gradient, which gives a lower bound.
+
+Full weights follow the library's own `BufferPolicy`. Buckets follow the rules of `grads/`, for ranks that have agreed
+on an order. The events come from a trace of a program, or from `plain_events`, which yields the events of a chain of
+units without activations. `check_memory_limit` rejects a model before allocation if a step with plain events exceeds
+the limit.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from shardlite.config import MemoryLimit
+from shardlite.errors import LayoutError
+from shardlite.grads import must_land_first
+from shardlite.params import Buffer
+from shardlite.plan.budget import HELD, Budget, Recipe, budget_of
+from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
+from shardlite.wrapping import Options, Plan, plan_units
+
+ACTIVATIONS = "activations"
+"""The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""
+
+_STEPS = 3
+"""Number of steps after which all orders are recorded and the set of buffers that a GPU keeps no longer changes; see
+`docs/memory.md`."""
+
+
+class Kind(Enum):
+    """Kinds of events in a program."""
+
+    ENTER = "enter"  # a use of a unit's full weights begins
+    LEAVE = "leave"  # a use of a unit's full weights ends
+    GRADIENT = "gradient"  # autograd delivers one gradient
+    BACKWARD = "backward"  # the backward begins
+    END = "end"  # the backward ends; the remaining units are reduced, and the optimizer steps
+
+
+class Event(NamedTuple):
+    """One event, with the memory of the program's own tensors and its work since the previous event."""
+
+    kind: Kind
+    unit: int = -1
+    nbytes: int = 0
+    """Bytes of the gradient, as autograd created it."""
+
+    most: int = 0
+    """Peak of the program's own tensors since the previous event, in bytes."""
+
+    now: int = 0
+    """Bytes of the program's own tensors at this event, without the gradient."""
+
+    flops: float = 0.0
+    """Floating-point operations since the previous event."""
+
+
+class Action(NamedTuple):
+    """One operation or computation that the host starts."""
+
+    name: str
+    """`compute`, `gather`, `need` (wait for the gather), `reduce`, `land` (wait for the reduction) or `step`."""
+
+    unit: int = -1
+    flops: float = 0.0
+
+
+@dataclass
+class StepTimeline:
+    """Memory and operations of one step."""
+
+    peak: dict[str, int] = field(default_factory=dict)
+    """Bytes of each purpose at the moment when the sum of all purposes is largest."""
+
+    most: dict[str, int] = field(default_factory=dict)
+    """Peak of each purpose by itself."""
+
+    actions: list[Action] = field(default_factory=list)
+    """Operations and computations in the order in which the host starts them."""
+
+    @property
+    def total(self) -> int:
+        """Peak of the sum of all purposes."""
+        return sum(self.peak.values())
+
+
+def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
+    """Replay the events of several steps, and return the timeline of the final step.
+
+    If `prompt` is set, each reduction ends before the next gradient. Otherwise each reduction ends when something must
+    wait for it.
+    """
+    timeline = _Timeline(budget, events, prompt)
+    return [timeline.simulate() for _ in range(_STEPS)][-1]
+
+
+def plain_events(budget: Budget) -> Iterator[Event]:
+    """Yield the events of a chain of units. The forward runs them in order of registration, the backward in reverse.
+
+    The root is in use during the whole forward, and comes last in the backward.
+    """
+    roots = [i for i, unit in enumerate(budget.units) if unit.is_root]
+    chain = [i for i, unit in enumerate(budget.units) if not unit.is_root]
+    yield from (Event(Kind.ENTER, i) for i in roots)
+    for i in chain:
+        yield from (Event(Kind.ENTER, i), Event(Kind.LEAVE, i))
+    yield from (Event(Kind.LEAVE, i) for i in roots)
+    yield Event(Kind.BACKWARD)
+    for i in [*reversed(chain), *roots]:
+        yield from (Event(Kind.ENTER, i), Event(Kind.LEAVE, i))
+        yield from (Event(Kind.GRADIENT, i) for _ in range(budget.units[i].params))
+    yield Event(Kind.END)
+
+
+class _Weights:
+    """The units with full weights at stage 3."""
+
+    def __init__(self, budget: Budget) -> None:
+        recipe, order = budget.recipe, GatherOrder()
+        sizes = [UnitSize(unit.full, unit.is_root, unit.keep_unsharded) for unit in budget.units]
+        prefetch = recipe.options.prefetch
+        self._policy = BufferPolicy(sizes, order, _without_memory, prefetch=prefetch, keeps=recipe.on_gpu)
+        self._order = order
+        self._saves_memory = recipe.saves_memory
+        self._users = [0] * len(sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, including spare buffers."""
+        return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
+
+    def begin_pass(self, *, backward: bool) -> None:
+        """Begin a pass. Units that were gathered ahead and never used become idle."""
+        self._policy.begin_pass()
+        self._order.begin_pass("backward" if backward else "forward", final=backward)
+        for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
+            if self._users[unit] == 0:
+                self._end_use(unit)
+        if backward and self._saves_memory:
+            self._evict_all(self._policy.stop_prefetching())
+
+    def enter(self, unit: int) -> list[int]:
+        """Begin a use of a unit. Return the units to gather: this unit if necessary, and units to prefetch."""
+        gathered = []
+        if self._users[unit] == 0:
+            if unit not in self._policy.buffers:
+                gathered.append(self._gather(unit, self._policy.victim_for(unit)))
+            upcoming = self._policy.begin_use(unit)
+            for each in upcoming:
+                if each not in self._policy.buffers and (victim := self._policy.victim_for(each, upcoming)) != NO_ROOM:
+                    gathered.append(self._gather(each, victim))
+        self._users[unit] += 1
+        return gathered
+
+    def leave(self, unit: int) -> None:
+        """End a use of a unit."""
+        self._users[unit] -= 1
+        if self._users[unit] == 0:
+            self._end_use(unit)
+
+    def end_backward(self) -> None:
+        """Evict all units, because the optimizer changes the weights."""
+        self._order.end_path()
+        self._evict_all(list(self._policy.buffers))
+
+    def _end_use(self, unit: int) -> None:
+        self._evict_all(self._policy.end_use(unit, is_done=self._policy.is_done(unit)))
+
+    def _gather(self, unit: int, victim: int | None) -> int:
+        if victim is not None:
+            self._evict_all([victim])
+        self._policy.acquire(unit)
+        return unit
+
+    def _evict_all(self, units: Iterable[int]) -> None:
+        for unit in units:
+            self._policy.give_back(unit, self._policy.evict(unit))
+
+
+def _without_memory(nbytes: int, kept: bool) -> Buffer:
+    return Buffer(torch.empty(nbytes, dtype=torch.uint8, device="meta"), kept=kept)
+
+
+class _Grads:
+    """The buckets and gradients of a step. This class calls `record` after each change of their bytes."""
+
+    def __init__(
+        self, budget: Budget, order: Sequence[int], prompt: bool, record: Callable[[Action | None], None]
+    ) -> None:
+        recipe = budget.recipe
+        self._prompt = prompt
+        self._units, self._order, self._record = budget.units, order, record
+        self._on_gpu = recipe.on_gpu
+        self._saves_memory = recipe.saves_memory
+        self._steps = recipe.in_backward
+        self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
+        self.full: dict[int, int] = {}
+        self.early = dict.fromkeys(range(len(self._units)), 0)
+        self.gradients = 0
+        self.arriving = 0  # bytes of the gradient that autograd still holds
+        self._copied, self._last = 0, -1
+        self._left = [unit.params for unit in self._units]
+        self._started, self._landed = 0, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of buckets, and of gradients that wait for their bucket or are being copied to their bucket."""
+        return sum(self.full.values()) + sum(self.early.values()) + self._copied
+
+    def arrive(self, unit: int, nbytes: int) -> None:
+        """Store one gradient."""
+        if self._on_gpu or self._units[unit].is_root:  # the gradient waits for its bucket
+            self.early[unit] += nbytes
+            self._record(None)
+            self._free_copied(unit)
+        else:
+            self.arriving = nbytes
+            if unit not in self.full:
+                self._land_finished()
+                self._fill(unit, nbytes)
+        self._left[unit] -= 1
+        if self._left[unit] == 0:
+            self._land_finished()
+            while self._started < len(self._order) and self._left[self._order[self._started]] <= 0:
+                self._reduce(nbytes)
+        self.arriving = 0
+
+    def flush(self) -> None:
+        """Reduce the remaining units, and wait for all reductions."""
+        while self._started < len(self._order):
+            self._reduce(0)
+        while self._landed < self._started:
+            self._land()
+        self._copied = 0
+
+    def _reduce(self, nbytes: int) -> None:
+        unit = self._order[self._started]
+        if unit not in self.full:
+            self._fill(unit, nbytes)
+        self.gradients += sum(flat.mean for flat in self._units[unit].flats)
+        self._started += 1
+        self._record(Action("reduce", unit))
+        if self._on_gpu:  # the stream of reductions uses the memory for the next unit
+            self._release(unit)
+
+    def _fill(self, unit: int, nbytes: int) -> None:
+        is_root, is_root_left = self._units[unit].is_root, self._started >= self._before_root
+        while not self._on_gpu and self._landed < self._started:
+            filled = sum(not self._units[each].is_root for each in self.full)
+            if not must_land_first(filled, is_root, is_root_left, self._saves_memory):
+                break
+            self._land()
+        self.full[unit] = sum(flat.bucket for flat in self._units[unit].flats)
+        self._record(None)  # at this moment, both the bucket and the early gradients are held
+        self._copied += self.early[unit] * self._on_gpu
+        self.early[unit] = 0
+        self.arriving = nbytes  # autograd holds the arriving gradient until the gradient's hook returns
+
+    def _free_copied(self, unit: int) -> None:
+        """Let the stream wait for the copies of the previous unit, and so for the reductions before these copies."""
+        if self._on_gpu and unit != self._last:
+            self._last, self._copied = unit, 0
+            while self._landed < self._started - 1:
+                self._land()
+
+    def _land_finished(self) -> None:
+        while self._prompt and not self._on_gpu and self._landed < self._started:
+            self._land(recorded=False)
+
+    def _land(self, *, recorded: bool = True) -> None:
+        """End the earliest reduction."""
+        unit = self._order[self._landed]
+        self._landed += 1
+        if not self._on_gpu:
+            self._release(unit)
+        if recorded:
+            self._record(Action("land", unit))
+
+    def _release(self, unit: int) -> None:
+        """Free a bucket, or keep its memory as the gradient."""
+        del self.full[unit]
+        for flat in self._units[unit].flats:
+            if flat.mean == 0 and not self._steps:
+                self.gradients += flat.bucket
+            if self._steps:
+                self.gradients -= flat.mean
+
+
+class _Timeline:
+    """Replays the events of a step and accounts for its memory."""
+
+    def __init__(self, budget: Budget, events: Sequence[Event], prompt: bool) -> None:
+        self._budget, self._events, self._prompt = budget, events, prompt
+        self._weights = None if budget.permanent else _Weights(budget)
+        self._order = _order(budget, events)
+
+    def simulate(self) -> StepTimeline:
+        """Replay one step."""
+        self._timeline = StepTimeline()
+        self._grads = _Grads(self._budget, self._order, self._prompt, self._record)
+        if self._weights is not None:
+            self._weights.begin_pass(backward=False)
+        else:
+            self._gather(i for i, unit in enumerate(self._budget.units) if unit.gathers)
+        for event in self._events:
+            self._own = event.most
+            self._record(Action("compute", flops=event.flops) if event.flops else None)
+            self._own = event.now
+            self._apply(event)
+            self._record(None)
+        return self._timeline
+
+    def _apply(self, event: Event) -> None:
+        weights, grads = self._weights, self._grads
+        if event.kind in (Kind.ENTER, Kind.LEAVE) and not self._budget.units[event.unit].gathers:
+            weights = None  # a replicated unit has no buffer
+        if event.kind is Kind.ENTER:
+            self._gather(weights.enter(event.unit) if weights is not None else ())
+            self._timeline.actions.append(Action("need", event.unit))
+        elif event.kind is Kind.LEAVE and weights is not None:
+            weights.leave(event.unit)
+        elif event.kind is Kind.BACKWARD and weights is not None:
+            weights.begin_pass(backward=True)
+        elif event.kind is Kind.GRADIENT and not self._budget.single_rank:
+            grads.arrive(event.unit, event.nbytes)
+        elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
+            grads.gradients += event.nbytes
+        elif event.kind is Kind.GRADIENT:  # the optimizer uses the gradient and drops it immediately
+            self._own += event.nbytes
+        elif event.kind is Kind.END:
+            if not self._budget.single_rank:
+                grads.flush()
+            if weights is not None:
+                weights.end_backward()
+            self._own += self._budget.temporaries
+            self._record(Action("step"))
+
+    def _gather(self, units: Iterable[int]) -> None:
+        self._timeline.actions += [Action("gather", unit) for unit in units]
+
+    def _record(self, action: Action | None) -> None:
+        """Append an action if there is one, and update the peaks."""
+        if action is not None:
+            self._timeline.actions.append(action)
+        now = {purpose: self._budget.held[purpose] for purpose in HELD}
+        now["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
+        now["gradient buckets"] = self._grads.nbytes
+        now["gradients"] = self._grads.gradients
+        now[ACTIVATIONS] = self._own + self._grads.arriving
+        timeline = self._timeline
+        for purpose, nbytes in now.items():
+            timeline.most[purpose] = max(timeline.most.get(purpose, 0), nbytes)
+        if sum(now.values()) > timeline.total:
+            timeline.peak = now
+
+
+def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
+    """Return the trainable units in the order in which their gradients become complete. Incomplete units come last."""
+    left = {i: unit.params for i, unit in enumerate(budget.units) if unit.params}
+    order = []
+    for event in events:
+        if event.kind is Kind.GRADIENT:
+            left[event.unit] -= 1
+            if left[event.unit] == 0:
+                order.append(event.unit)
+    return [*order, *(unit for unit in left if unit not in order)]
+
+
+# ---- memory_limit: reject a model that cannot fit, and suggest changes ----------------------------------------------
+
+MOST_RANKS = 4096
+"""Maximum number of ranks that `check_memory_limit` tries."""
+
+
+def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
+    """Compare the memory of a rank with `options.memory_limit`, if it is set. Call this before allocation.
+
+    The memory is the peak of the sum of all purposes in a step, including the module's own buffers, plus the
+    activations that the limit names.
+
+    Raises:
+        LayoutError: the memory exceeds the limit.
+    """
+    limit = options.memory_limit
+    if limit is None:
+        return
+    asked = Recipe(
+        options=options,
+        world_size=world_size,
+        device=plan.device,
+        state=limit.state,
+        in_backward=limit.in_backward,
+    )
+    timeline = _timeline(module, asked, plan)
+    total = timeline.total + limit.activations
+    if total <= limit.nbytes:
+        return
+    variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
+    rows = [(words, _timeline(module, recipe).total + limit.activations) for words, recipe in variants]
+    rows.insert(0, ("as asked", total))
+    width = max(len(words) for words, _ in rows)
+    table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
+    parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in timeline.peak.items() if nbytes)
+    raise LayoutError(
+        f"memory_limit: a rank would hold {_gb(total)} of {_gb(limit.nbytes)}: {parts}"
+        f"{f', {ACTIVATIONS} {_gb(limit.activations)}' if limit.activations else ''}. What to change:\n"
+        + "\n".join(table)
+    )
+
+
+def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
+    """Yield each change of `asked` that saves memory, with a description. Yield all changes together at the end."""
+    options = asked.options
+    if options.stage < 3:
+        yield "stage=3", replace(asked, options=replace(options, stage=3))
+    if not asked.in_backward:
+        yield "AdamW(in_backward=True)", replace(asked, in_backward=True)
+    if asked.state != "int8":
+        yield 'AdamW(state="int8")', replace(asked, state="int8")
+    compact = replace(options.precision, compute=torch.bfloat16, master="split24")
+    if options.precision.master != "split24":
+        words = 'Precision(compute=torch.bfloat16, master="split24")'
+        yield words, replace(asked, options=replace(options, precision=compact))
+    all_options = replace(options, stage=3, precision=compact)
+    yield "all of these, at stage 3", replace(asked, options=all_options, state="int8", in_backward=True)
+
+
+def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
+    """Double the number of ranks until the limit holds or the maximum is reached, and yield the resulting recipe."""
+    recipe = asked
+    while 2 * recipe.world_size <= MOST_RANKS:
+        recipe = replace(recipe, world_size=2 * recipe.world_size)
+        if _timeline(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
+            yield f"{recipe.world_size} ranks", recipe
+            return
+
+
+def _timeline(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> StepTimeline:
+    """Return the timeline of a step without activations."""
+    plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
+    budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
+    return timeline_of(budget, list(plain_events(budget)))
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3g} GB"
