@@ -251,7 +251,7 @@ class Backward:
                 "the last backward ended in an exception, so its gradients are incomplete: call zero_grad() and run "
                 "forward and backward again before the step"
             )
-        if self._reducer.accumulates and not graded:
+        if not graded and self._reducer.accumulates:
             raise PhaseError(
                 "the gradients were accumulated but not reduced, so the shards have none: run the last backward before "
                 "a step outside of no_sync(), and finish a loop over parts(), or drop the gradients with zero_grad() "

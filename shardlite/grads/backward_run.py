@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from enum import Enum
 from functools import partial
 from itertools import chain
-from operator import attrgetter
 from time import monotonic
 from typing import NamedTuple, TypeAlias
 
@@ -32,7 +31,7 @@ from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
 from shardlite.grads.reducer import Reducer
-from shardlite.params import Gradients, Unit
+from shardlite.params import Unit
 
 BUCKETS = 2
 """Maximum number of buckets on a CPU, not counting the root's bucket. One is reduced while the other is filled.
@@ -42,8 +41,6 @@ the cores that would fill the next bucket. If the maximum is reached, a backward
 allocates another bucket. The backward does not wait if a peer will start this reduction only after a gather that needs
 this rank; see `comm/control/progress.py`.
 """
-
-_phase_of = attrgetter("phase")  # `map` with this function makes no Python call per bucket
 
 
 class Mode(Enum):
@@ -324,21 +321,22 @@ class BackwardRun:
         """Allocate the bucket's memory, after waiting until fewer than `BUCKETS` other buckets are in use."""
         progress, root = self._context.progress, bucket.unit.is_root
         while self.landed < len(self.started):
-            if not must_land_first(self._filled(), root, self._is_root_left(), self.saves_memory):
+            if not must_land_first(self._reducer.spares.buckets, root, self._is_root_left(), self.saves_memory):
                 break
             first = self.started[self.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
                 if not self._wait(first.work, self.landed):
                     break
             self._land(self.landed + 1)
-        progress.filled(beyond=not root and self._filled() >= BUCKETS and self.mode.reduces)
+        progress.filled(beyond=not root and self._reducer.spares.buckets >= BUCKETS and self.mode.reduces)
         bucket.fill()
 
     def _land(self, count: int) -> None:
         """Wait until the first `count` reductions are complete, and free their buckets."""
         for reduction in self.started[self.landed : count]:
-            with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
-                reduction.work.wait()
+            if not reduction.work.succeeded:
+                with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
+                    reduction.work.wait()
             reduction.bucket.clear()
             reduction.earlier = ()
             self.landed += 1
@@ -351,11 +349,6 @@ class BackwardRun:
         """Free the buckets whose reductions are complete. Do nothing on a GPU, because a CUDA graph may be captured."""
         while not self._on_gpu and self.landed < len(self.started) and self.started[self.landed].work.done():
             self._land(self.landed + 1)
-
-    def _filled(self) -> int:
-        """Return the number of buckets in use, not counting the root's bucket."""
-        buckets = self._reducer.buckets_without_root
-        return len(buckets) - list(map(_phase_of, buckets)).count(Gradients.EMPTY)
 
     def _is_root_left(self) -> bool:
         """Return whether all units but the root have started their reductions."""

@@ -69,6 +69,9 @@ class Spares:
     """Memory of small buckets that were reduced, for the next equal bucket of the same backward."""
 
     def __init__(self) -> None:
+        self.buckets = 0
+        """Number of buckets that are not empty. The root's bucket does not count."""
+
         self._free: list[Memory] = []
 
     def take(self, key: object) -> Memory | None:
@@ -152,6 +155,8 @@ class Bucket:
             PhaseError: the transition is illegal.
         """
         check_move(self.unit.name, self.phase, to)
+        if not self.unit.is_root:  # a move between two other phases changes nothing
+            self.spares.buckets += (self.phase is Gradients.EMPTY) - (to is Gradients.EMPTY)
         self.phase = to
 
     def fill(self) -> None:

@@ -130,7 +130,6 @@ class Reducer:
         self._params = [param for unit in units for param in unit.params()]
         self._required: list[bool] = []  # `requires_grad` of all parameters, to which buckets are adapted
         self.buckets = {unit: Bucket(unit, context, most_parts, self.spares) for unit in units}
-        self.buckets_without_root = [bucket for unit, bucket in self.buckets.items() if not unit.is_root]
         self.order = ReductionOrder(units, context)
         self.results = GradientShards(units, context, self.scale, by_blocks=parts is not None, diagnose=diagnose)
         """Results of the latest backward."""

@@ -281,7 +281,7 @@ class AdamW(Optimizer):
 
     def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
         """Return the trainable parameters of a group that have a gradient and are not shards."""
-        return [p for p in group["params"] if p.grad is not None and p.requires_grad and id(p) not in layout.by_id]
+        return [p for p in group["params"] if id(p) not in layout.by_id and p.grad is not None and p.requires_grad]
 
     def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
         """Return the factor [] for gradients, `min(1, max_norm / (norm + 1e-6))`, or `None` without clipping."""

@@ -102,13 +102,14 @@ class OptimizerLayout:
         the same, although gradients are in new memory. So they are found again only if gradients are arranged
         differently.
         """
-        given = [(slot, grad) for slot in slots if (grad := slot.param.grad) is not None]
-        members = [(slot, as_real(grad) if grad.is_complex() else grad) for slot, grad in given]
+        grads = [slot.param.grad for slot in slots]  # `active` has selected slots with gradients
+        real = [as_real(grad) if grad.is_complex() else grad for grad in grads if grad is not None]
+        members = list(zip(slots, real, strict=True))
         together = [
             each.arrangement([slot.row for slot in slots if slot.counts is each])
             for each in dict.fromkeys([slot.counts for slot in slots])
         ]
-        arrangement = slots, _arrangement([grad for _, grad in members]), together
+        arrangement = slots, _arrangement(real), together
         if arrangement != self._arrangement:
             places = {id(slot): place for place, (slot, _) in enumerate(members)}
             found = runs(members, _in_one_buffer)

@@ -178,13 +178,10 @@ class GatherOrder:
         place = len(self.uses)
         return self._now.path[place : place + count]
 
-    def expected(self) -> list[int]:
-        """Return all units that this rank is still expected to use."""
-        return self.upcoming(len(self._now.path or ()))
-
-    def is_last_use(self, unit: int) -> bool:
-        """Return whether the weights of `unit` will change before their next use."""
-        return self._final and self._on_path and unit not in self.expected()
+    def left(self) -> list[int] | None:
+        """Return all units that this rank is expected to use before a step, or `None` if no step follows this pass."""
+        path = self._now.path if self._final and self._on_path else None
+        return None if path is None else path[len(self.uses) :]
 
 
 def merged(first: Sequence[int], second: Sequence[int]) -> Sequence[int]:

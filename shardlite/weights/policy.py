@@ -192,10 +192,11 @@ class BufferPolicy:
 
     def is_done(self, unit: int) -> bool:
         """Return whether this backward will use neither a unit nor its buffer again."""
-        if not self._order.is_last_use(unit):
+        left = self._order.left()
+        if left is None or unit in left:
             return False
         # A unit that this backward still needs, and that has no buffer, may take an idle buffer.
-        return self._units[unit].keep_unsharded or all(each in self.buffers for each in self._order.expected())
+        return self._units[unit].keep_unsharded or all(map(self.buffers.__contains__, left))
 
     def victim_for(self, unit: int, upcoming: Sequence[int] | None = None) -> int | None:
         """Return the unit to evict before `unit` takes a buffer, or `None`. If `unit` has a buffer, return `unit`.
