@@ -334,9 +334,8 @@ class BackwardRun:
     def _land(self, count: int) -> None:
         """Wait until the first `count` reductions are complete, and free their buckets."""
         for reduction in self.started[self.landed : count]:
-            if not reduction.work.succeeded:
-                with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
-                    reduction.work.wait()
+            with self._context.traffic.waiting("reduce", reduction.bucket.unit.name):
+                reduction.work.wait()
             reduction.bucket.clear()
             reduction.earlier = ()
             self.landed += 1
