@@ -321,14 +321,14 @@ class BackwardRun:
         """Allocate the bucket's memory, after waiting until fewer than `BUCKETS` other buckets are in use."""
         progress, root = self._context.progress, bucket.unit.is_root
         while self.landed < len(self.started):
-            if not must_land_first(self._reducer.spares.buckets, root, self._is_root_left(), self.saves_memory):
+            if not must_land_first(self._reducer.spares.in_use, root, self._is_root_left(), self.saves_memory):
                 break
             first = self.started[self.landed]
             with self._context.traffic.waiting("reduce", first.bucket.unit.name):
                 if not self._wait(first.work, self.landed):
                     break
             self._land(self.landed + 1)
-        progress.filled(beyond=not root and self._reducer.spares.buckets >= BUCKETS and self.mode.reduces)
+        progress.filled(beyond=not root and self._reducer.spares.in_use >= BUCKETS and self.mode.reduces)
         bucket.fill()
 
     def _land(self, count: int) -> None:

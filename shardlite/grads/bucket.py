@@ -66,10 +66,10 @@ class Memory(NamedTuple):
 
 
 class Spares:
-    """Memory of small buckets that were reduced, for the next equal bucket of the same backward."""
+    """Memory of small buckets that were reduced, for the next equal bucket, and the number of buckets in use."""
 
     def __init__(self) -> None:
-        self.buckets = 0
+        self.in_use = 0
         """Number of buckets that are not empty. The root's bucket does not count."""
 
         self._free: list[Memory] = []
@@ -156,7 +156,7 @@ class Bucket:
         """
         check_move(self.unit.name, self.phase, to)
         if not self.unit.is_root:  # a move between two other phases changes nothing
-            self.spares.buckets += (self.phase is Gradients.EMPTY) - (to is Gradients.EMPTY)
+            self.spares.in_use += (self.phase is Gradients.EMPTY) - (to is Gradients.EMPTY)
         self.phase = to
 
     def fill(self) -> None:

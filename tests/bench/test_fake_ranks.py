@@ -185,6 +185,7 @@ def test_a_tuned_fsdp2_can_be_captured():
             trainer.step(workload.batch(0, 0))
         with counts.cuda.capturing():
             trainer.step(workload.batch(0, 0))
+        assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0}
         del trainer
 
 

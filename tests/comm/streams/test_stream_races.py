@@ -322,11 +322,14 @@ def test_a_steady_step_with_counts_waits_for_nothing(name, sharded):
 def test_steps_without_counts_may_follow_counted_ones_on_a_gpu():
     """Ranks agree, although what they send arrives as zeros."""
     agreed = mock.patch.object(Share, "disagree", lambda share, sums, *_: (sums < 0).any())
-    with Gpu().ranks(WORLD_SIZE), agreed, mock.patch.object(scale, "is_here", return_value=False):
+    gpu = Gpu()
+    with gpu.ranks(WORLD_SIZE), agreed, mock.patch.object(scale, "is_here", return_value=False):
         training = Training()
         training.model.count_items(2)
         for _ in range(3 + scale.LATER):
             training.step()
+        assert training.model.skipped_steps == 0
+    assert_no_race(gpu)
 
 
 def test_counts_that_differ_are_found_on_a_gpu():
