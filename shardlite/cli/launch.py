@@ -109,7 +109,7 @@ def on_signals(names: Sequence[str], act: Callable[[int], object]) -> Iterator[N
 
 def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite", restarts: int = 0) -> list[str]:
     """Return the command that starts `python -m MODULE ARGUMENTS` in `ranks` processes."""
-    launcher = [sys.executable, "-m", "shardlite.cli.launch", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [sys.executable, "-m", "shardlite.cli.launcher", "--standalone", "--nproc-per-node", str(ranks)]
     launcher += ["--max-restarts", str(restarts)] if restarts else []
     # Without "--", torchrun would interpret `--master` as an abbreviation of its own options.
     return [*launcher, "-m", "--", module, *arguments]
@@ -148,7 +148,3 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    run_launcher()

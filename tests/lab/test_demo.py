@@ -245,7 +245,7 @@ def test_train_starts_itself_once_per_rank(monkeypatch, tmp_path):
     assert main(arguments) == 7
     assert started == [((3, arguments), {"restarts": 0})]
     assert launch.torchrun(3, arguments)[1:] == [
-        *("-m", "shardlite.cli.launch", "--standalone", "--nproc-per-node", "3", "-m", "--", "shardlite"),
+        *("-m", "shardlite.cli.launcher", "--standalone", "--nproc-per-node", "3", "-m", "--", "shardlite"),
         *arguments,
     ]
 
