@@ -25,7 +25,7 @@ from shardlite.comm import Rows
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
 from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
-from shardlite.optim.ordinary import check_ordinary, step_ordinary
+from shardlite.optim.unsharded import check_unsharded, step_unsharded
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
 
@@ -178,10 +178,10 @@ class InBackwardSteps:
         slot = layout.by_id.get(id(param))
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
-            check_ordinary(group, [param], optimizer.state)
+            check_unsharded(group, [param], optimizer.state)
             self._open([param])
             self.alarm.note((~param.grad.isfinite().all()).to(torch.int32))
-            step_ordinary(group, [param], optimizer.state, Amp())
+            step_unsharded(group, [param], optimizer.state, Amp())
         else:
             step = self.prepare([(param, 0)])
             step.activate(torch.ones(1, device=param.device))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.errors import check_params
-from shardlite.optim import AdamW, WholeStateOptimizer
-from shardlite.whole.members import Member, placeholder
+from shardlite.optim import AdamW
+from shardlite.optimizers.members import Member, placeholder
+from shardlite.optimizers.states import WholeStateOptimizer
 
 Group = dict[str, Any]
 Rule = Callable[[str, Sequence[int]], bool]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.optim import step_without_hooks
-from shardlite.whole.groups import Group, options_of
+from shardlite.optimizers.groups import Group, options_of
+from shardlite.optimizers.probe import step_without_hooks
 
 Marks: TypeAlias = dict[str, tuple[Any, Any]]
 """For each option of a group its value, and a mark that differs after the value was changed in place."""

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context
 from shardlite.engine import OptimizerBridge
+from shardlite.optimizers.assignment import Owned, ranges_of
 from shardlite.params import Flat
-from shardlite.whole.assignment import Owned, ranges_of
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Copies within this rank: target and source."""

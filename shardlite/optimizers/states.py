@@ -4,30 +4,26 @@ An optimizer's state belongs to one rank's shards: moments have the shapes of sh
 parameters by position and does not compare shapes, so it would silently load another rank's state.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
-from shardlite.engine.local_shards import ShardRange
-from shardlite.engine.optimizer_hooks import (
-    OptimizerBridge,
-    map_state,
-    models_with,
-    name_of_value,
-    numbers_of,
-    params_of,
-)
-from shardlite.engine.param_groups import match_groups, names_in, plain_name, same_names
+from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of, patch, replace_method
 from shardlite.errors import LayoutError
-from shardlite.optim import AdamW, WholeStateOptimizer, probe_shards
+from shardlite.optim import AdamW, create_states, decoders, load_entries
+from shardlite.optimizers.param_groups import match_groups, names_in, plain_name, same_names
+from shardlite.optimizers.probe import probe_shards
 from shardlite.params import ShardTensor
+
+if TYPE_CHECKING:
+    from shardlite.optimizers.members import Member
 
 KEY = "shardlite"
 """Third key of a `state_dict()`, besides `state` and `param_groups`. Its value describes the shards of the state."""
@@ -36,6 +32,94 @@ _RESUME = (
     "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
     "these, load the weights (`load_full_state_dict`) and start with a new optimizer"
 )
+
+
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
+
+
+class WholeStateOptimizer(Optimizer):
+    """The base of `WholeParameters`, which few programs import: an optimizer whose ranks step whole parameters."""
+
+    _has_stepped = False
+    """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
+
+    def _member_of(self, param: Tensor) -> "Member | None":
+        """Return a parameter whose state only its owner has. `None`: each rank has the state of its shard."""
+        raise NotImplementedError
+
+    def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Replace the states of all parameters. Each `_member_of` has the state of the whole parameter."""
+        raise NotImplementedError
+
+
+def member_of(optimizer: Optimizer, param: Tensor) -> "Member | None":
+    """Return `WholeStateOptimizer._member_of`, which is `None` for any other optimizer."""
+    return optimizer._member_of(param) if isinstance(optimizer, WholeStateOptimizer) else None
+
+
+def init_states(optimizer: Optimizer, by_step: Callable[[Optimizer], None]) -> None:
+    """Create the missing states of an optimizer, by a step with zero gradients if this is the only way.
+
+    The step of whole parameters is collective, but a rank that owns no parameter never has a state.
+    """
+    if isinstance(optimizer, AdamW) and optimizer.in_backward:
+        create_states(optimizer)
+    elif not (isinstance(optimizer, WholeStateOptimizer) and optimizer._has_stepped):
+        by_step(optimizer)
+
+
+def load_states(optimizer: Optimizer, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Replace the state of an optimizer, parameter by parameter."""
+    if isinstance(optimizer, AdamW):
+        load_entries(optimizer, states)
+    elif isinstance(optimizer, WholeStateOptimizer):
+        optimizer._load_entries(states)
+    else:
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        counted_on_device = {param for group in groups for param in group["params"]}
+        for param, state in states:
+            if param in counted_on_device and isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(param.device)  # as in PyTorch
+            optimizer.state[param] = state
+
+
+# ---- values of a state ----------------------------------------------------------------------------------------------
+
+
+def numbers_among(values: Iterable[tuple[str, int, int]]) -> set[str]:
+    """Return the names of the values that an optimizer keeps once per parameter, not once per element.
+
+    The state of a parameter with one element does not tell, but the states of larger parameters do.
+
+    Args:
+        values: for each value of a state its name, the number of elements of its parameter, and its number of elements.
+    """
+    return _NUMBERS | {name for name, of_param, of_value in values if of_param != 1 and of_value == 1}
+
+
+def numbers_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Return `numbers_among` the values of an optimizer, given parameters and their states."""
+    return numbers_among(
+        (name_of_value(path), param.numel(), value.numel())
+        for param, entry in states
+        for path, value in tree_flatten_with_path(dict(entry))[0]
+        if isinstance(value, Tensor)
+    )
+
+
+def name_of_value(path: Sequence[Any]) -> str:
+    """Return the name of a value in a state: keys and indices, joined by dots."""
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", ""))) for step in path)
+
+
+def map_state(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the state of a parameter with `change(name, value)` for each value, also for values inside lists."""
+    changed: dict[str, Any] = tree_map_with_path(lambda path, value: change(name_of_value(path), value), dict(entry))
+    return changed
+
+
+# ---- `state_dict()` and `load_state_dict()` -------------------------------------------------------------------------
 
 
 def state_of_shards(original: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
@@ -113,8 +197,14 @@ def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[s
     """Return a description of this rank and, for each parameter, the name and the range of this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
-    described = {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
-    return {**described, "owned": optimizer.owned()} if isinstance(optimizer, WholeStateOptimizer) else described
+    described: dict[str, Any] = {
+        "of": models[0].place,
+        "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params],
+    }
+    if isinstance(optimizer, WholeStateOptimizer):
+        members = [optimizer._member_of(param) for param in params_of(optimizer)]
+        described["owned"] = [i for i, member in enumerate(members) if member is not None and member.is_mine]
+    return described
 
 
 def _positions(state_dict: Mapping[str, Any]) -> list[Any]:
@@ -133,11 +223,7 @@ def _as_shards(
     pairs = list(zip(params_of(optimizer), positions, strict=True))
     numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)
     for param, index in pairs:
-        if (
-            param in makers
-            and state.get(index)
-            and not (isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param))
-        ):
+        if param in makers and state.get(index) and member_of(optimizer, param) is None:
             state[index] = _entry(optimizer, param, state[index], makers[param], numbers)
     return {**state_dict, "state": state}
 
@@ -153,9 +239,9 @@ def _entry(
 
     `numbers` are the names of values that are not elementwise, although they may have as many elements as the shard.
     """
-    if isinstance(optimizer, AdamW | WholeStateOptimizer) and (decoders := AdamW.decoders(entry)):
+    if isinstance(optimizer, AdamW | WholeStateOptimizer) and (moments_of := decoders(entry)):
         facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
-        moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
+        moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in moments_of.items()}
         return {"step": entry["step"], **moments}
 
     def part(name: str, value: Any) -> Any:
@@ -220,10 +306,13 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
-        if isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param):
-            continue
         # One element may also be a number, which each rank keeps.
-        if value.numel() == numel != stop - start and numel > 1 and value.ndim == param.ndim:
+        if (
+            member_of(optimizer, param) is None
+            and value.numel() == numel != stop - start
+            and numel > 1
+            and value.ndim == param.ndim
+        ):
             return (
                 f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
                 f"{list(value.shape)}, and its shard here {list(param.shape)}"
@@ -260,3 +349,15 @@ def _latest_step(state_dict: Mapping[str, Any]) -> int:
     """Return the highest step count in a state, or 0 if the state has no step counts."""
     steps = [entry["step"] for entry in state_dict["state"].values() if isinstance(entry, Mapping) and "step" in entry]
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
+
+
+@patch("`torch.optim.Optimizer.state_dict`", "none")
+def _() -> None:
+    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
+    replace_method(Optimizer, "state_dict", state_of_shards)
+
+
+@patch("`torch.optim.Optimizer.load_state_dict`", "none")
+def _() -> None:
+    """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
+    replace_method(Optimizer, "load_state_dict", load_state_of_shards)

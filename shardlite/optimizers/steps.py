@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardlite.whole.groups import Group
-from shardlite.whole.instance import Instance
-from shardlite.whole.members import Member, placeholder
+from shardlite.optimizers.groups import Group
+from shardlite.optimizers.instance import Instance
+from shardlite.optimizers.members import Member, placeholder
 
 
 class ClassStep:

@@ -15,18 +15,9 @@ from torch.optim import Muon, Optimizer
 from shardlite.comm import Context, StreamQueue, agree
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import (
-    RAISES,
-    AdamW,
-    Unconverted,
-    WholeStateOptimizer,
-    canonical,
-    probe_closure,
-    probe_whole,
-    step_without_hooks,
-)
-from shardlite.whole.assignment import assign, describe
-from shardlite.whole.groups import (
+from shardlite.optim import AdamW, Unconverted, canonical, load_entries
+from shardlite.optimizers.assignment import assign, describe
+from shardlite.optimizers.groups import (
     Given,
     Group,
     Part,
@@ -37,10 +28,12 @@ from shardlite.whole.groups import (
     groups_in,
     options_of,
 )
-from shardlite.whole.instance import Instance, Marks, changed, marks_of
-from shardlite.whole.members import Member, members_of
-from shardlite.whole.pipeline import run
-from shardlite.whole.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
+from shardlite.optimizers.instance import Instance, Marks, changed, marks_of
+from shardlite.optimizers.members import Member, members_of
+from shardlite.optimizers.pipeline import run
+from shardlite.optimizers.probe import RAISES, probe_closure, probe_whole, step_without_hooks
+from shardlite.optimizers.states import WholeStateOptimizer
+from shardlite.optimizers.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
 
 
 class WholeParameters(WholeStateOptimizer):
@@ -116,9 +109,6 @@ class WholeParameters(WholeStateOptimizer):
         """Names of the parameters that are stepped elementwise."""
 
         self._closure_is_checked = False
-        self.has_stepped = False
-        """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
-
         self._class_defaults: dict[str, Any] = {}
         self._adds = False  # whether `add_param_group` adds a part that was checked
         parts, named = self._prepare(params)
@@ -293,33 +283,14 @@ class WholeParameters(WholeStateOptimizer):
         if members and not self._divides and not any(each.is_mine for each in members):
             self._stand_ins.add(index, options, {members[0].shard: stand_in(members[0])})
 
-    @property
-    def members(self) -> list[Member]:
-        """The parameters that are stepped whole, except ignored parameters."""
-        return list(self._members.values())
-
-    def holds_whole(self, param: Tensor) -> bool:
-        """Return whether the state of `param` belongs to the whole parameter. Only the owner has such a state."""
-        return param in self._members and not self._divides
-
-    def owns(self, param: Tensor) -> bool:
-        """Return whether this rank steps the parameter `param`, which is stepped whole."""
-        return self._members[param].is_mine
-
-    def owner_of(self, param: Tensor) -> int:
-        """Return the rank that steps `param`, among the ranks that shard its model."""
-        return self._members[param].owner
-
-    def owned(self) -> list[int]:
-        """Return the indices of the parameters whose whole states this rank has."""
-        params = (param for group in self.param_groups for param in group["params"])
-        return [i for i, param in enumerate(params) if self.holds_whole(param) and self.owns(param)]
+    def _member_of(self, param: Tensor) -> Member | None:
+        return None if self._divides else self._members.get(param)
 
     def __repr__(self) -> str:
         """Return the groups, the owners, and the parameters that are stepped elementwise."""
         lines = [super().__repr__(), f"{self.optimizer_class.__name__} steps whole parameters:"]
-        for context in dict.fromkeys(each.context for each in self.members):
-            lines += describe([each for each in self.members if each.context is context])
+        for context in dict.fromkeys(each.context for each in self._members.values()):
+            lines += describe([each for each in self._members.values() if each.context is context])
         if self._rest:
             lines.append(f"AdamW steps the shards of {len(self._rest)} parameters: {', '.join(self._rest)}")
         return "\n".join(lines)
@@ -346,7 +317,7 @@ class WholeParameters(WholeStateOptimizer):
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
         self._check_groups()
-        self.has_stepped = self.has_stepped or any(param.grad is not None for param in self._members)
+        self._has_stepped = self._has_stepped or any(param.grad is not None for param in self._members)
         changes = [changed(group, seen) for group, seen in zip(self.param_groups, self._seen, strict=True)]
         instances = list(self._instances())
         for each in instances:
@@ -455,21 +426,16 @@ class WholeParameters(WholeStateOptimizer):
             for param, entry in state["state"].items()
             if isinstance(param, Tensor)
         }
-        self.load_entries(entries.items())
+        self._load_entries(entries.items())
 
-    def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Replace the states of all parameters.
-
-        Args:
-            entries: parameters with their states. Where `holds_whole`, tensors have the shapes of whole parameters.
-        """
-        self.has_stepped = True
+    def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        self._has_stepped = True
         states: dict[Tensor, dict[str, Any]] = {}
         stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
         for param, entry in entries:
             if param in stepped and self._adamw is not None:
-                self._adamw.load_entries([(param, entry)])
-            elif param in self._members and not self.holds_whole(param):
+                load_entries(self._adamw, [(param, entry)])
+            elif param in self._members and self._divides:
                 values = {name: v.to(param.device) if isinstance(v, Tensor) else v for name, v in entry.items()}
                 self.state[param] = values
             else:
