@@ -6,15 +6,16 @@ first.
 
 from shardlite.optim.adamw import (
     AdamW,
-    Unconverted,
     check_loaded,
     clip_next_step,
+    convert,
     create_states,
     living,
     load_entries,
     release,
     steps_in_backward,
     tables_of,
+    unconverted,
 )
 from shardlite.optim.in_backward import InBackwardSteps, accumulating
 from shardlite.optim.layout import canonical, decoders

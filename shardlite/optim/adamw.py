@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from shardlite_kernels import FORMATS, Hyper
@@ -118,7 +118,7 @@ class AdamW(Optimizer):
         self._moments = state
         self.max_norm = max_norm
         self.in_backward = in_backward
-        self._backward_steps = InBackwardSteps(self, WeakMethod(self._init_state))
+        self._backward_steps = InBackwardSteps(self, create_states)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         if not isinstance(params, Iterable):
             raise TypeError(f"AdamW: params must be parameters() of the ShardLite model, or groups, got {params!r}")
@@ -161,15 +161,6 @@ class AdamW(Optimizer):
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
 
-    def _init_state(self) -> OptimizerLayout:
-        """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
-        layout = self._current_layout()
-        layout.adopt(layout.slots, self.state)
-        for param in self._params():
-            if param.requires_grad and id(param) not in layout.by_id and not self.state.get(param):
-                self.state[param] = state_of_unsharded(param, {})
-        return layout
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of PyTorch's AdamW. Convert the state to this optimizer's format.
 
@@ -179,9 +170,7 @@ class AdamW(Optimizer):
         Raises:
             ValueError: the groups or the shapes of moments differ from those of this optimizer.
         """
-        # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
-        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": kept})
+        super().load_state_dict(unconverted(state_dict))
         self._backward_steps.alarm = Alarm()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -191,8 +180,7 @@ class AdamW(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded or unpickled state, and copy the states of shards into the arenas."""
-        for entry in state["state"].values():
-            entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
+        convert(state)
         check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
@@ -200,14 +188,10 @@ class AdamW(Optimizer):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if "in_backward" in state:  # this object is a copy, or was unpickled
-            self._backward_steps = InBackwardSteps(self, WeakMethod(self._init_state))
+            self._backward_steps = InBackwardSteps(self, create_states)
             if self.in_backward:
                 self._backward_steps.catch(self._params())
-        shards = self._current_layout().by_id
-        self._current_layout().adopt_existing(self.state)
-        for param, entry in self.state.items():
-            if isinstance(param, Tensor) and id(param) not in shards and entry:
-                self.state[param] = state_of_unsharded(param, entry, copy=True)
+        load_entries(self, [(p, entry) for p, entry in self.state.items() if isinstance(p, Tensor) and entry])
         _living[id(self)] = self
 
     @torch.no_grad()
@@ -232,13 +216,13 @@ class AdamW(Optimizer):
             self._backward_steps.close(self)
             return loss
         layout = self._current_layout()
-        ordinary = [(group, params) for group in self.param_groups if (params := self._ordinary(group, layout))]
-        for group, params in ordinary:
+        unsharded = [(group, params) for group in self.param_groups if (params := self._unsharded(group, layout))]
+        for group, params in unsharded:
             check_unsharded(group, params, self.state)
         slots = layout.active(self.state)
         # A gradient scaler sets these attributes for the step and deletes them afterwards.
         grad_scale = getattr(self, "grad_scale", None)
-        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or ordinary)))
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or unsharded)))
         active: dict[StepCounts, list[int]] = {}
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
@@ -248,11 +232,11 @@ class AdamW(Optimizer):
             counts.update(elements, grad)
         for counts in active:
             counts.end_step()
-        for group, params in ordinary:
+        for group, params in unsharded:
             step_unsharded(group, params, self.state, amp)
         return loss
 
-    def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
+    def _unsharded(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
         """Return the trainable parameters of a group that have a gradient and are not shards."""
         return [p for p in group["params"] if id(p) not in layout.by_id and p.grad is not None and p.requires_grad]
 
@@ -333,9 +317,14 @@ def release(optimizer: AdamW, params: Iterable[Tensor]) -> None:
         optimizer._backward_steps.release(param)
 
 
-def create_states(optimizer: AdamW) -> None:
-    """Create the missing states of all trainable parameters."""
-    optimizer._init_state()
+def create_states(optimizer: AdamW) -> OptimizerLayout:
+    """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
+    layout = optimizer._current_layout()
+    layout.adopt(layout.slots, optimizer.state)
+    for param in optimizer._params():
+        if param.requires_grad and id(param) not in layout.by_id and not optimizer.state.get(param):
+            optimizer.state[param] = state_of_unsharded(param, {})
+    return layout
 
 
 def load_entries(optimizer: AdamW, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
@@ -355,9 +344,24 @@ def load_entries(optimizer: AdamW, entries: Iterable[tuple[Tensor, dict[str, Any
 
 @dataclass(frozen=True)
 class Unconverted:
-    """A value that PyTorch must not convert when it loads a state."""
+    """A value that PyTorch must not convert when it loads a state.
+
+    PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
+    """
 
     value: Any
+
+
+def unconverted(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer, with all values `Unconverted`."""
+    kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+    return {**state_dict, "state": kept}
+
+
+def convert(state: dict[str, Any]) -> None:
+    """Undo `unconverted`, in place."""
+    for entry in state["state"].values():
+        entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ optimizer, with the help of `twins.py`. `states.py` saves and loads the states o
 
 In `WholeParameters`, each parameter has one owner, a rank that steps the whole parameter, with the bits of the same
 optimizer on unsharded parameters. Read `whole_parameters.py` first. `members.py` describes the parameters,
-`assignment.py` chooses owners, `steps.py` steps the parameters of one unit, and `pipeline.py` moves pieces to the owners
-and back, unit by unit.
+`assignment.py` chooses owners, `steps.py` steps the parameters of one unit, and `pipeline.py` moves pieces to the
+owners and back, unit by unit.
 """
 
 from typing import TYPE_CHECKING, Any

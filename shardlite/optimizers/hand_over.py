@@ -6,7 +6,7 @@ does the first step on shards of an optimizer that is not elementwise, which `pr
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -136,15 +136,62 @@ def _judge_class(optimizer: Optimizer) -> None:
         raise LayoutError(f"{name} cannot step shards, because {verdict.why}. {remedy}")
 
 
+def judge_whole(models: Sequence[OptimizerBridge], optimizer: Optimizer) -> list[str]:
+    """Raise if the class of an optimizer does not step each parameter by itself, as `WholeParameters` requires.
+
+    Return what the program should know.
+    """
+    name, verdict, advice = type(optimizer).__name__, probe_whole(optimizer), list[str]()
+    if verdict.same is False:
+        fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
+        remedy = f"Use stage=0 and {name} itself, because every rank then has all parameters"
+        if not any(model.shards.are_parts for model in models):
+            remedy = f"Every rank has all parameters, so build {name} itself from parameters() of the model"
+        raise LayoutError(f"WholeParameters: {name} {fails}: {verdict.why}. {remedy}")
+    if verdict.draws and any(model.context.replicas is not None for model in models):
+        raise LayoutError(
+            f"WholeParameters: {name} draws random numbers, so the weights of replicas would differ: use a group "
+            "without replicas"
+        )
+    if own := optimizer.state_dict().keys() - {"state", "param_groups"}:
+        lacking = ", ".join(sorted(own))
+        advice.append(f"state_dict() and checkpoints lack {lacking}, which {name} keeps besides its states and groups")
+    if verdict.draws or verdict.same is None:
+        why = "it draws random numbers, which an unsharded model would draw in another order"
+        why = why if verdict.draws else verdict.why
+        advice.append(f"steps of {name} may differ from those of an unsharded model: {why}")
+    return advice
+
+
 def _replace(optimizer: Optimizer, shards: Mapping[Tensor, Tensor], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the parameters in `shards`, and replace their states by the parts of their shards."""
-    held, states, numbers = list[Tensor](), dict[Tensor, Any](), numbers_of(optimizer.state.items())
+    """Replace the parameters in `shards`, and replace their states by the parts of their shards.
+
+    The model may have moved since the optimizer was built, so parts move to the devices of their shards. Numbers move
+    as in `Optimizer.load_state_dict`.
+    """
+    name, is_ours, numbers = type(optimizer).__name__, isinstance(optimizer, AdamW), numbers_of(optimizer.state.items())
+    held, states = list[Tensor](), dict[Tensor, Any]()
+
+    def cut(group: Mapping[str, Any], param: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        shard = shards[param]
+        if value.shape == param.shape and key not in numbers:
+            # A shard may be wider than its parameter, and that of `AdamW` may be split. A copy frees the full state.
+            dtype = shard.dtype if value.dtype == param.dtype and not is_ours else value.dtype
+            return part(param, value).to(shard.device, dtype, copy=True)
+        if value.numel() == 1:
+            return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
+        raise LayoutError(
+            f"{name}: state {key!r} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "
+            f"{tuple(param.shape)}: use shardlite.WholeParameters, or stage=0"
+        )
+
     for group in optimizer.param_groups:
         for param in filter(shards.__contains__, group["params"]):
             held.append(param)
             if state := optimizer.state.get(param):
-                cut = partial(_cut, optimizer, group, param, shards[param], part, numbers)
-                states[shards[param]] = map_state(canonical(state) if isinstance(optimizer, AdamW) else state, cut)
+                states[shards[param]] = map_state(canonical(state) if is_ours else state, partial(cut, group, param))
     for group in optimizer.param_groups:
         group["params"][:] = [shards.get(param, param) for param in group["params"]]
     for param in held:
@@ -152,31 +199,3 @@ def _replace(optimizer: Optimizer, shards: Mapping[Tensor, Tensor], part: Callab
     optimizer.state.update(states)
     if held and isinstance(optimizer, AdamW):
         release(optimizer, held)
-
-
-def _cut(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    param: Tensor,
-    shard: Tensor,
-    part: Callable[[Tensor, Tensor], Tensor],
-    numbers: Collection[str],
-    key: str,
-    value: Any,
-) -> Any:
-    """Return the part of a state of a full parameter that belongs to its shard, on the shard's device.
-
-    The model may have moved since the optimizer was built. Numbers move as in `Optimizer.load_state_dict`.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == param.shape and key not in numbers:
-        follows = value.dtype == param.dtype and not isinstance(optimizer, AdamW)  # a shard may be wider, or split
-        dtype = shard.dtype if follows else value.dtype
-        return part(param, value).to(shard.device, dtype, copy=True)  # a copy, so that the full state can be freed
-    if value.numel() == 1:
-        return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
-    raise LayoutError(
-        f"{type(optimizer).__name__}: state {key!r} of shape {tuple(value.shape)} cannot be cut to the shard of a "
-        f"parameter of shape {tuple(param.shape)}: use shardlite.WholeParameters, or stage=0"
-    )

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
-from shardlite.comm import Context, StreamQueue, agree
+from shardlite.comm import Context, StreamQueue, agree, problem_in
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import AdamW, Unconverted, canonical, load_entries
+from shardlite.optim import AdamW, canonical, convert, load_entries, unconverted
 from shardlite.optimizers.assignment import assign, describe
 from shardlite.optimizers.groups import (
     Given,
@@ -28,10 +28,11 @@ from shardlite.optimizers.groups import (
     groups_in,
     options_of,
 )
+from shardlite.optimizers.hand_over import judge_whole
 from shardlite.optimizers.instance import Instance, Marks, changed, marks_of
 from shardlite.optimizers.members import Member, members_of
 from shardlite.optimizers.pipeline import run
-from shardlite.optimizers.probe import RAISES, probe_closure, probe_whole, step_without_hooks
+from shardlite.optimizers.probe import probe_closure, step_without_hooks
 from shardlite.optimizers.states import WholeStateOptimizer
 from shardlite.optimizers.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
 
@@ -151,20 +152,18 @@ class WholeParameters(WholeStateOptimizer):
                 "WholeParameters: none of the parameters is a shard of a wrapped model: wrap the model first, and pass "
                 "parameters() or named_parameters() of the ShardLite model"
             )
-        problem: Exception | None = None
-        parts: list[Part] = []
-        try:
-            parts = self._checked(groups, models)
-        except Exception as error:  # an error of any kind must reach the other ranks
-            problem = error
+        parts, advice = list[Part](), list[str]()
+        problem = problem_in(lambda: parts.extend(self._checked(groups, models, advice)))
         kind = getattr(self.optimizer_class, "__qualname__", "no class")
         facts = [f"{getattr(self.optimizer_class, '__module__', '')}.{kind}", *(part.fact for part in parts)]
         ranks, timeout, watch = models[0].ranks, models[0].context.timeout, models[0].context.reports.watching
         agree(ranks, facts, problem, what="WholeParameters", timeout=timeout, subject="optimizers", watch=watch)
+        for each in advice:
+            warnings.warn(f"WholeParameters: {each}", ShardWarning, stacklevel=3)
         return parts, any(group.named for group in groups)
 
-    def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge]) -> list[Part]:
-        """Divide parameter groups, and fill in their options.
+    def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge], advice: list[str]) -> list[Part]:
+        """Divide parameter groups, and fill in their options. Add to `advice` what the program should know.
 
         Raises:
             LayoutError, TypeError, ValueError: as for the constructor.
@@ -180,25 +179,21 @@ class WholeParameters(WholeStateOptimizer):
                     "parameters() of the ShardLite model"
                 )
         parts = divided(groups, self._elementwise, self._rule, members, self._held())
-        whole = [part for part in parts if part.whole]
-        if whole:
-            are_parts = any(model.shards.are_parts for model in models)
-            replicas = any(model.context.replicas is not None for model in models)
-            self._fill(whole, are_parts=are_parts, has_replicas=replicas)
+        if whole := [part for part in parts if part.whole]:
+            prototype = self._prototype(whole)
+            self._class_defaults = prototype.defaults
+            advice += judge_whole(models, prototype)
         else:
-            warnings.warn(
-                f"WholeParameters: {self.optimizer_class.__name__} steps no parameter, because AdamW steps all: pass "
-                "whole=...",
-                ShardWarning,
-                stacklevel=4,
+            advice.append(
+                f"{self.optimizer_class.__name__} steps no parameter, because AdamW steps all: pass whole=..."
             )
         for part in parts:
             if not part.whole:
                 part.fill(AdamW([{**part.options, "params": part.params}], state=self._moments).param_groups[0])
         return parts
 
-    def _fill(self, parts: Sequence[Part], *, are_parts: bool, has_replicas: bool) -> None:
-        """Build the class on placeholders, read its defaults, and probe it."""
+    def _prototype(self, parts: Sequence[Part]) -> Optimizer:
+        """Build the class on placeholders, and fill in its options."""
         try:
             prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
         except ValueError as error:
@@ -208,35 +203,7 @@ class WholeParameters(WholeStateOptimizer):
             raise
         for part, group in zip(parts, prototype.param_groups, strict=True):
             part.fill(group)
-        self._class_defaults = prototype.defaults
-        verdict, name = probe_whole(prototype), self.optimizer_class.__name__
-        if verdict.same is False:
-            fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
-            remedy = f"Use stage=0 and {name} itself, because every rank then has all parameters"
-            if not are_parts:
-                remedy = f"Every rank has all parameters, so build {name} itself from parameters() of the model"
-            raise LayoutError(f"WholeParameters: {name} {fails}: {verdict.why}. {remedy}")
-        own = prototype.state_dict().keys() - {"state", "param_groups"}
-        if own:
-            warnings.warn(
-                f"WholeParameters: state_dict() and checkpoints lack {', '.join(sorted(own))}, which {name} keeps "
-                "besides its states and groups",
-                ShardWarning,
-                stacklevel=5,
-            )
-        if verdict.draws and has_replicas:
-            raise LayoutError(
-                f"WholeParameters: {name} draws random numbers, so the weights of replicas would differ: use a group "
-                "without replicas"
-            )
-        if verdict.same is None or verdict.draws:
-            random = "it draws random numbers, which an unsharded model would draw in another order"
-            warnings.warn(
-                f"WholeParameters: steps of {name} may differ from those of an unsharded model: "
-                f"{random if verdict.draws else verdict.why}",
-                ShardWarning,
-                stacklevel=5,
-            )
+        return prototype
 
     def _held(self) -> set[Tensor]:
         return {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
@@ -410,8 +377,7 @@ class WholeParameters(WholeStateOptimizer):
         Raises:
             LayoutError: the state belongs to other parameters or owners. Raised on every rank; nothing was changed.
         """
-        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": kept})
+        super().load_state_dict(unconverted(state_dict))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded state."""
@@ -421,12 +387,8 @@ class WholeParameters(WholeStateOptimizer):
         if self._adamw is not None:
             self._adamw.__setstate__({"state": {}, "param_groups": rest})  # checks and completes the options
             self._adamw.state = self.state
-        entries = {
-            param: {name: value.value for name, value in entry.items()}
-            for param, entry in state["state"].items()
-            if isinstance(param, Tensor)
-        }
-        self._load_entries(entries.items())
+        convert(state)
+        self._load_entries((param, entry) for param, entry in state["state"].items() if isinstance(param, Tensor))
 
     def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         self._has_stepped = True
