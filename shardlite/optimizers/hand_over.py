@@ -65,8 +65,6 @@ def hand_over(
     if agree is not None:
         agree(problem_in(check), facts)
     _replace(optimizer, shards, model.part)
-    _given.add(optimizer)
-    forget_models(optimizer)
 
 
 def judge(model: OptimizerBridge, optimizer: Optimizer, shards: Mapping[Tensor, Tensor] | None = None) -> None:
@@ -197,5 +195,8 @@ def _replace(optimizer: Optimizer, shards: Mapping[Tensor, Tensor], part: Callab
     for param in held:
         optimizer.state.pop(param, None)
     optimizer.state.update(states)
-    if held and isinstance(optimizer, AdamW):
-        release(optimizer, held)
+    if held:
+        _given.add(optimizer)
+        forget_models(optimizer)
+        if isinstance(optimizer, AdamW):
+            release(optimizer, held)

@@ -66,8 +66,9 @@ def _copied(value: Any) -> Any:
 class Instance:
     """An instance of the program's class that steps some of the parameters of `WholeParameters`."""
 
-    def __init__(self, make: Callable[[list[Group]], Optimizer]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[list[Group]], Optimizer], *, has_states: bool = True) -> None:
+        """`has_states`: whether the states are those of the parameters of `WholeParameters`."""
+        self._make, self._has_states = make, has_states
         self.optimizer: Optimizer | None = None
         """`None` as long as there are no parameters."""
 
@@ -114,7 +115,7 @@ class Instance:
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each parameter that has one."""
-        if self.optimizer is None:
+        if self.optimizer is None or not self._has_states:
             return {}
         own = self.optimizer.state
         return {param: own[mine] for param, mine in self.params.items() if mine in own}

@@ -4,7 +4,7 @@ An optimizer's state belongs to one rank's shards: moments have the shapes of sh
 parameters by position and does not compare shapes, so it would silently load another rank's state.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -141,9 +141,12 @@ def load_state_of_shards(original: Callable[..., None], optimizer: Optimizer, st
     if models:
         name = f"load_state_dict of {type(optimizer).__name__}"
         own = _describe(optimizer, models)
-        state_dict, why = _by_names(optimizer, state_dict, own)
-        if why is None:
-            state_dict, why = _as_local(state_dict, own)
+        why = ""
+        try:
+            state_dict = _by_names(optimizer, state_dict, own)
+            state_dict = _as_local(state_dict, own)
+        except LayoutError as error:
+            why = str(error)
         wrong = _misfit(optimizer, state_dict, own) or why or _misshapen(optimizer, state_dict)
         # Ranks that own different parameters have different step counts.
         latest = 0 if isinstance(optimizer, WholeStateOptimizer) else _latest_step(state_dict)
@@ -160,31 +163,28 @@ def load_state_of_shards(original: Callable[..., None], optimizer: Optimizer, st
     original(optimizer, state_dict)
 
 
-def _by_names(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state whose groups are those of an optimizer, if both have the same names, and an error text or `None`.
+def _by_names(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose groups are those of an optimizer, if both have the same names.
 
     Names are those of the description of shards or, in a state without a description, `param_names`.
+
+    Raises:
+        LayoutError: a group would take different options from several groups.
     """
     groups, given = state_dict["param_groups"], state_dict.get(KEY)
     its = _cut(own["parts"], optimizer.param_groups)
     names = names_in(groups) if given is None else _cut(given["parts"], groups)
     if names is None or names == its or not same_names(names, its):
-        return state_dict, None
-    try:
-        matched = match_groups(groups, names, optimizer.param_groups, its)
-    except LayoutError as error:
-        return state_dict, str(error)
-    changed = {**state_dict, "param_groups": matched}
+        return state_dict
+    changed = {**state_dict, "param_groups": match_groups(groups, names, optimizer.param_groups, its)}
     if given is None:
-        return changed, None
+        return changed
     before = _positions(state_dict)
     order = [before.index(key) for key in _positions(changed)]
     described = {**given, "parts": [given["parts"][index] for index in order]}
     if "owned" in given:
         described["owned"] = [new for new, old in enumerate(order) if old in given["owned"]]
-    return {**changed, KEY: described}, None
+    return {**changed, KEY: described}
 
 
 def _cut(parts: Sequence[ShardRange], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -221,44 +221,33 @@ def _as_shards(
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     pairs = list(zip(params_of(optimizer), positions, strict=True))
-    numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)
+    numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)  # not elementwise, of any size
+
+    def part(param: Tensor, name: str, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+        return makers[param](value) if is_like and name not in numbers else value
+
     for param, index in pairs:
-        if param in makers and state.get(index) and member_of(optimizer, param) is None:
-            state[index] = _entry(optimizer, param, state[index], makers[param], numbers)
+        if param not in makers or not state.get(index) or member_of(optimizer, param) is not None:
+            continue
+        coded = decoders(state[index]) if isinstance(optimizer, AdamW | WholeStateOptimizer) else {}
+        facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
+        moments = {key: makers[param](decode, sources=codes, **facts) for key, (decode, codes) in coded.items()}
+        rest = {"step": state[index]["step"]} if moments else map_state(state[index], partial(part, param))
+        state[index] = {**rest, **moments}
     return {**state_dict, "state": state}
 
 
-def _entry(
-    optimizer: Optimizer,
-    param: Tensor,
-    entry: Mapping[str, Any],
-    make: Callable[..., Any],
-    numbers: Collection[str],
-) -> dict[str, Any]:
-    """Return the state of one shard, with results of `make` in place of the elementwise tensors.
+def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in which this rank's elements replace each `ShardTensor`.
 
-    `numbers` are the names of values that are not elementwise, although they may have as many elements as the shard.
-    """
-    if isinstance(optimizer, AdamW | WholeStateOptimizer) and (moments_of := decoders(entry)):
-        facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
-        moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in moments_of.items()}
-        return {"step": entry["step"], **moments}
+    `own` replaces the description in the state, because DCP gives rank 0's description to all ranks.
 
-    def part(name: str, value: Any) -> Any:
-        is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
-        return make(value) if is_like and name not in numbers else value
-
-    return map_state(entry, part)
-
-
-def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state in which this rank's elements replace each `ShardTensor`, and an error text.
-
-    The error text is `None` if every `ShardTensor` fits this rank. In this case `own` replaces the description in the
-    state, because DCP gives rank 0's description to all ranks.
+    Raises:
+        LayoutError: a `ShardTensor` does not fit this rank.
     """
     positions = _positions(state_dict)
-    state, found, wrong = dict(state_dict["state"]), False, list[str]()
+    state, found = dict(state_dict["state"]), False
 
     def local(part: ShardRange, key: str, given: Any) -> Any:
         nonlocal found
@@ -267,7 +256,7 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
             return given
         found = True
         if (value.start, value.stop) != (start, stop):
-            wrong.append(
+            raise LayoutError(
                 f"{key!r} of {name!r} is elements {value.start} to {value.stop}, here it must be {start} to {stop}"
             )
         own_part = value.to_local().detach()
@@ -276,10 +265,8 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
     for index, part in zip(positions, own["parts"], strict=False):
         if index in state:
             state[index] = map_state(state[index], partial(local, part))
-    if wrong:
-        return state_dict, wrong[0]
     fits = found and len(positions) == len(own["parts"])
-    return {**state_dict, "state": state, **({KEY: own} if fits else {})}, None
+    return {**state_dict, "state": state, **({KEY: own} if fits else {})}
 
 
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:

@@ -39,7 +39,9 @@ class ClassStep:
     def add(self, index: int, options: Group, members: Sequence[Member]) -> None:
         """Add the members of a parameter group."""
         self.members += members
-        self.instance.add(index, options, {each.shard: placeholder(each) for each in members if each.is_mine})
+        self.instance.add(
+            index, options, {each.shard: placeholder(each.shard, each) for each in members if each.is_mine}
+        )
 
     def nbytes(self, member: Member) -> Sequence[tuple[torch.dtype, int]]:
         """Return dtype and bytes of the weight and of the gradient."""

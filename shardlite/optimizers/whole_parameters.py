@@ -97,7 +97,7 @@ class WholeParameters(WholeStateOptimizer):
         self._members: dict[Tensor, Member] = {}
         self._units: dict[tuple[Context, str], UnitStep] = {}
         self._ignored = Instance(self._make)
-        self._stand_ins = Instance(self._make)
+        self._stand_ins = Instance(self._make, has_states=False)
         self._adamw: AdamW | None = None
         self._queues: dict[Context, StreamQueue] = {}
         self._seen: list[Marks] = []
@@ -225,7 +225,6 @@ class WholeParameters(WholeStateOptimizer):
         rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
         if rest:
             self._adamw = AdamW(rest, state=self._moments)  # the groups stay the same objects
-            self._adamw.state = self.state
         self._seen += [marks_of(group) for group in self.param_groups[first:]]
         self._held_ids = self._ids()
 
@@ -289,8 +288,7 @@ class WholeParameters(WholeStateOptimizer):
         instances = list(self._instances())
         for each in instances:
             each.take_options(self.param_groups, changes)
-            if each is not self._stand_ins:
-                each.take_states(self.state)
+            each.take_states(self.state)
         self._step_all()
         for each in instances:
             each.give(self.param_groups)
@@ -331,17 +329,20 @@ class WholeParameters(WholeStateOptimizer):
         for each in others:
             each()
 
-    def _step_elementwise(self) -> None:
+    def _linked_adamw(self) -> AdamW | None:
         if self._adamw is not None:
             self._adamw.state = self.state
+        return self._adamw
+
+    def _step_elementwise(self) -> None:
+        if (adamw := self._linked_adamw()) is not None:
             # The hooks of all optimizers have been called already, for the step of `WholeParameters`.
-            step_without_hooks(self._adamw)
+            step_without_hooks(adamw)
 
     def _link_states(self) -> None:
         """Enter the states that instances have created into `state`."""
         for each in self._instances():
-            if each is not self._stand_ins:
-                self.state.update(each.states())
+            self.state.update(each.states())
 
     def _queue(self, context: Context) -> StreamQueue:
         if context not in self._queues:
@@ -386,17 +387,16 @@ class WholeParameters(WholeStateOptimizer):
         rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
         if self._adamw is not None:
             self._adamw.__setstate__({"state": {}, "param_groups": rest})  # checks and completes the options
-            self._adamw.state = self.state
         convert(state)
         self._load_entries((param, entry) for param, entry in state["state"].items() if isinstance(param, Tensor))
 
     def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
         self._has_stepped = True
-        states: dict[Tensor, dict[str, Any]] = {}
-        stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
+        states, adamw = dict[Tensor, dict[str, Any]](), self._linked_adamw()
+        elementwise = {param for group in (adamw.param_groups if adamw else ()) for param in group["params"]}
         for param, entry in entries:
-            if param in stepped and self._adamw is not None:
-                load_entries(self._adamw, [(param, entry)])
+            if adamw is not None and param in elementwise:
+                load_entries(adamw, [(param, entry)])
             elif param in self._members and self._divides:
                 values = {name: v.to(param.device) if isinstance(v, Tensor) else v for name, v in entry.items()}
                 self.state[param] = values
