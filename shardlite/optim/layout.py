@@ -355,8 +355,8 @@ def _pieces(run: _Run, given: Tensor, last_grad: Tensor, unscale: bool) -> Itera
     grad = given.contiguous()
     start, end, stop = first.start, last.end, last.stop
     begin = int(grad.storage_offset())
-    whole = stop == end or (is_padded(last_grad) and last_grad.is_contiguous())
-    body = stop if whole else start + (end - start) // ALIGN * ALIGN
+    padded = stop == end or (is_padded(last_grad) and last_grad.is_contiguous())
+    body = stop if padded else start + (end - start) // ALIGN * ALIGN
     if body > start:
         yield first.arena.slice_of(first, start, body), _flat(grad, begin, begin + body - start)
     if body < stop:

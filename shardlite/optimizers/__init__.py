@@ -14,17 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardlite.optimizers.hand_over import hand_over, judge
 from shardlite.optimizers.param_groups import Group, match_groups, names_in, plain_name
-from shardlite.optimizers.probe import probe_shards
 from shardlite.optimizers.states import init_states, load_states, member_of, name_of_value, numbers_among
 
 if TYPE_CHECKING:
     from shardlite.optimizers.assignment import Owned, assign, describe, ranges_of
     from shardlite.optimizers.groups import is_hidden_matrix
+    from shardlite.optimizers.probe import probe_shards
     from shardlite.optimizers.whole_parameters import WholeParameters
 
 _LATE = {
     **dict.fromkeys(("Owned", "assign", "describe", "ranges_of"), "assignment"),
     "is_hidden_matrix": "groups",
+    "probe_shards": "probe",
     "WholeParameters": "whole_parameters",
 }
 """Names that few programs use, and the files that they are imported from at their first use."""

@@ -18,7 +18,6 @@ from shardlite.comm import problem_in
 from shardlite.engine import OptimizerBridge, forget_models, params_of
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.optim import AdamW, canonical, release
-from shardlite.optimizers.probe import RAISES, probe_shards, probe_whole
 from shardlite.optimizers.states import WholeStateOptimizer, map_state, numbers_of
 
 _given: WeakSet[Optimizer] = WeakSet()
@@ -106,6 +105,8 @@ def judge(model: OptimizerBridge, optimizer: Optimizer, shards: Mapping[Tensor, 
 
 def _judge_class(optimizer: Optimizer) -> None:
     """Raise if the class of an optimizer is not elementwise. Warn if this is not known."""
+    from shardlite.optimizers.probe import RAISES, probe_shards, probe_whole  # late: `AdamW` needs no probe
+
     if isinstance(optimizer, SparseAdam):
         raise LayoutError(
             "SparseAdam cannot step shards, because it steps whole rows: wrap the model with replicate=[embedding], so "
@@ -139,6 +140,8 @@ def judge_whole(models: Sequence[OptimizerBridge], optimizer: Optimizer) -> list
 
     Return what the program should know.
     """
+    from shardlite.optimizers.probe import RAISES, probe_whole
+
     name, verdict, advice = type(optimizer).__name__, probe_whole(optimizer), list[str]()
     if verdict.same is False:
         fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"

@@ -31,7 +31,7 @@ def changed(group: Group, marks: Marks) -> list[str]:
     return [option for option, value in options_of(group).items() if not _is_marked(value, marks.get(option))]
 
 
-def hand_over(options: Sequence[str], source: Group, target: Group) -> None:
+def copy_options(options: Sequence[str], source: Group, target: Group) -> None:
     """Copy options from one group to another. A tensor is overwritten, because others may refer to it."""
     for option in options:
         value, there = source[option], target.get(option)
@@ -95,7 +95,7 @@ class Instance:
     def take_options(self, groups: Sequence[Group], changes: Sequence[Sequence[str]]) -> None:
         """Take over options that the program has changed."""
         for index, group in self.groups.items():
-            hand_over(changes[index], groups[index], group)
+            copy_options(changes[index], groups[index], group)
             self._marks[index] = marks_of(group)
 
     def take_states(self, state: Mapping[Tensor, Any]) -> None:
@@ -111,7 +111,7 @@ class Instance:
     def give(self, groups: Sequence[Group]) -> None:
         """Copy the options that a step has changed, such as step counts, to the groups of `WholeParameters`."""
         for index, group in self.groups.items():
-            hand_over(changed(group, self._marks[index]), group, groups[index])
+            copy_options(changed(group, self._marks[index]), group, groups[index])
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each parameter that has one."""

@@ -19,7 +19,6 @@ from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of
 from shardlite.errors import LayoutError
 from shardlite.optim import AdamW, create_states, decoders, load_entries
 from shardlite.optimizers.param_groups import match_groups, names_in, plain_name, same_names
-from shardlite.optimizers.probe import probe_shards
 from shardlite.params import ShardTensor
 
 if TYPE_CHECKING:
@@ -315,6 +314,8 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
     """
     if isinstance(optimizer, AdamW):
         return None  # `AdamW` itself compares the shapes of all its formats
+    from shardlite.optimizers.probe import probe_shards
+
     known = type(optimizer).__module__.startswith("torch.optim") and probe_shards(optimizer).same
     for param, index, key, value in _tensors(optimizer, state_dict):
         expected = optimizer.state.get(param, {}).get(key, param if known else None)

@@ -178,7 +178,8 @@ class WholeParameters(WholeStateOptimizer):
                     f"WholeParameters: {unsharded!r} is an unsharded parameter, which gets no gradient: pass "
                     "parameters() of the ShardLite model"
                 )
-        parts = divided(groups, self._elementwise, self._rule, members, self._held())
+        held = {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
+        parts = divided(groups, self._elementwise, self._rule, members, held)
         if whole := [part for part in parts if part.whole]:
             prototype = self._prototype(whole)
             self._class_defaults = prototype.defaults
@@ -204,9 +205,6 @@ class WholeParameters(WholeStateOptimizer):
         for part, group in zip(parts, prototype.param_groups, strict=True):
             part.fill(group)
         return prototype
-
-    def _held(self) -> set[Tensor]:
-        return {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
 
     # ---- members and units ------------------------------------------------------------------------------------------
 
@@ -317,15 +315,14 @@ class WholeParameters(WholeStateOptimizer):
             )
 
     def _step_all(self) -> None:
-        others: list[Callable[[], None]] = [
-            self._step_elementwise,
-            self._ignored.step,
-            partial(step_stand_ins, self._stand_ins),
-        ]
+        others: list[Callable[[], None]] = [self._step_elementwise, self._ignored.step]
+        others.append(partial(step_stand_ins, self._stand_ins))
         for context in dict.fromkeys(context for context, _ in self._units):
             steps = [step for (other, _), step in self._units.items() if other is context]
-            now, others = others, []
-            run(context, steps, self._queue(context), now)
+            if context not in self._queues:
+                self._queues[context] = context.queue("whole parameters")
+            run(context, steps, self._queues[context], others)
+            others = []
         for each in others:
             each()
 
@@ -343,11 +340,6 @@ class WholeParameters(WholeStateOptimizer):
         """Enter the states that instances have created into `state`."""
         for each in self._instances():
             self.state.update(each.states())
-
-    def _queue(self, context: Context) -> StreamQueue:
-        if context not in self._queues:
-            self._queues[context] = context.queue("whole parameters")
-        return self._queues[context]
 
     def _instances(self) -> Iterator[Instance]:
         yield from (step.instance for step in self._units.values() if isinstance(step, ClassStep))

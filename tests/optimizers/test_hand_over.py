@@ -143,6 +143,15 @@ def test_a_frozen_parameter_takes_its_state_along():
     torch.testing.assert_close(optimizer.state[shards[params[1]]]["exp_avg"], expected)
 
 
+def test_moments_keep_their_dtype_although_split_shards_are_bf16():
+    params, optimizer, shards, part = trained()
+    before = {param: optimizer.state[param]["exp_avg"] for param in params}
+    halves = {param: nn.Parameter(shard.detach().bfloat16()) for param, shard in shards.items()}
+    adopt(halves, part)
+    for param, half in halves.items():
+        assert_same(optimizer.state[half]["exp_avg"], part(param, before[param]))
+
+
 def test_copies_are_adopted_and_optimizers_can_die():
     params = whole_params()
     optimizer = AdamW(params, **HYPER)
