@@ -7,7 +7,7 @@ of that module, because programs may have imported its public functions by name.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from io import BytesIO
 from typing import Any, TypeAlias
 
@@ -45,8 +45,7 @@ def install() -> None:
 
     for name, replacement in _REPLACEMENTS.items():
         setattr(patched, name, _for_wrapped(getattr(patched, name), replacement))
-    by_step = patched._init_optim_state
-    setattr(patched, "_init_optim_state", lambda optimizer: init_states(optimizer, by_step))  # noqa: B010 (for mypy)
+    setattr(patched, "_init_optim_state", partial(init_states, patched._init_optim_state))  # noqa: B010 (for mypy)
 
 
 def _for_wrapped(original: _Original, replacement: _Original) -> _Original:

@@ -25,7 +25,6 @@ from shardlite.engine.steps import (
     OptimizerBridge,
     forget_models,
     models_with,
-    optimizer_tensors,
     params_of,
     register_model,
     unregister_model,

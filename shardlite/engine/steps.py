@@ -4,7 +4,7 @@ A wrapped model is notified of each step that changes the model, and can skip th
 optimizer, the model judges it. What it judges is given from above (`shardlite.optimizers`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -185,8 +185,11 @@ class OptimizerBridge:
         for shard in self.shards:
             if shard.grad is not None:
                 self.context.ledger.track("gradients", shard.grad)  # of a single rank; others are tracked already
-        for tensor in optimizer_tensors(self):
-            self.context.ledger.track("optimizer state", tensor)
+        for optimizer in self.optimizers:
+            tables = tables_of(optimizer) if isinstance(optimizer, AdamW) else []
+            for leaf in tree_leaves([*optimizer.state.values(), *tables]):
+                if isinstance(leaf, Tensor):
+                    self.context.ledger.track("optimizer state", leaf)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
@@ -251,14 +254,6 @@ def unregister_model(model: OptimizerBridge) -> None:
     for optimizer in list(_known):
         vars(optimizer).pop("_shardlite_models", None)
     _known.clear()
-
-
-def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
-    """Yield the state tensors of the optimizers that have stepped a model, and the `tables_of` an `AdamW`."""
-    for optimizer in model.optimizers:
-        tables = tables_of(optimizer) if isinstance(optimizer, AdamW) else []
-        leaves = tree_leaves([*optimizer.state.values(), *tables])
-        yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

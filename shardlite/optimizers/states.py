@@ -57,7 +57,7 @@ def member_of(optimizer: Optimizer, param: Tensor) -> "Member | None":
     return optimizer._member_of(param) if isinstance(optimizer, WholeStateOptimizer) else None
 
 
-def init_states(optimizer: Optimizer, by_step: Callable[[Optimizer], None]) -> None:
+def init_states(by_step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
     """Create the missing states of an optimizer, by a step with zero gradients if this is the only way.
 
     The step of whole parameters is collective, but a rank that owns no parameter never has a state.
