@@ -261,7 +261,7 @@ class AdamW(Optimizer):
             for group in self.param_groups:
                 _check_params(group, self._moments)
             self._layout = OptimizerLayout(self.param_groups, self.state, self._moments)
-            self._layout.adopt_existing(self.state)
+            self._layout.adopt([slot for slot in self._layout.slots if self.state.get(slot.param)], self.state)
         return self._layout
 
 

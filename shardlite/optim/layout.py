@@ -84,10 +84,6 @@ class OptimizerLayout:
             if not given or not all(map(is_, map(given.get, views), views.values())):
                 slot.adopt(given, states)
 
-    def adopt_existing(self, states: dict[Tensor, Any]) -> None:
-        """Move the existing `states` of all shards into the arenas."""
-        self.adopt([slot for slot in self.slots if states.get(slot.param)], states)
-
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
         """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""
         slots = [slot for slot in self.slots if slot.param.requires_grad and slot.param.grad is not None]

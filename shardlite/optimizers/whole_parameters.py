@@ -103,21 +103,12 @@ class WholeParameters(WholeStateOptimizer):
         self._seen: list[Marks] = []
         """Marks of the options of each group after the latest step."""
 
-        self._is_whole: list[bool] = []
-        """For each group, whether its parameters are stepped whole."""
-
-        self._rest: list[str] = []
-        """Names of the parameters that are stepped elementwise."""
-
         self._closure_is_checked = False
         self._class_defaults: dict[str, Any] = {}
-        self._adds = False  # whether `add_param_group` adds a part that was checked
-        parts, named = self._prepare(params)
-        self._adds = True
-        super().__init__([part.group(named=named) for part in parts], {})
-        self._adds = False
+        self._parts, named = self._prepare(params)  # one for each group
+        super().__init__([part.group(named=named) for part in self._parts], {})
         self.defaults = self._class_defaults
-        self._install(parts)
+        self._install(self._parts)
 
     # ---- construction -----------------------------------------------------------------------------------------------
 
@@ -130,17 +121,18 @@ class WholeParameters(WholeStateOptimizer):
         Raises:
             LayoutError, TypeError, ValueError: as for the constructor. Nothing was added.
         """
-        if self._adds:
+        if len(self.param_groups) < len(self._parts):  # the constructor adds a part that was checked
             super().add_param_group(param_group)
             return
         parts, _ = self._prepare([param_group])
         named = "param_names" in self.param_groups[0]
-        self._adds, defaults, self.defaults = True, self.defaults, {}
+        defaults, self.defaults = self.defaults, {}
         try:
             for part in parts:
                 super().add_param_group(part.group(named=named))
         finally:
-            self._adds, self.defaults = False, defaults
+            self.defaults = defaults
+        self._parts += parts
         self._install(parts)
 
     def _prepare(self, params: Any) -> tuple[list[Part], bool]:
@@ -212,22 +204,17 @@ class WholeParameters(WholeStateOptimizer):
         """Choose the owners of new parameters, and add the parameters to the steps of their units."""
         first = len(self.param_groups) - len(parts)
         for index, part in enumerate(parts, first):
-            self._is_whole.append(part.whole)
             if part.whole:
                 self._add_members(index, [each for each in part.members if each is not None])
                 pairs = zip(part.params, part.members, strict=True)
                 ignored = {param: param for param, member in pairs if member is None}
                 self._ignored.add(index, options_of(self.param_groups[index]), ignored)  # type: ignore[arg-type]
-            else:
-                self._rest += part.names
-        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
-        if rest:
+        if rest := self._elementwise_of(self.param_groups):
             self._adamw = AdamW(rest, state=self._moments)  # the groups stay the same objects
         self._seen += [marks_of(group) for group in self.param_groups[first:]]
-        self._held_ids = self._ids()
 
-    def _ids(self) -> list[list[int]]:
-        return [[id(param) for param in group["params"]] for group in self.param_groups]
+    def _elementwise_of(self, groups: Sequence[Group]) -> list[Group]:
+        return [group for group, part in zip(groups, self._parts, strict=True) if not part.whole]
 
     def _add_members(self, index: int, members: Sequence[Member]) -> None:
         """Add the members of one parameter group."""
@@ -255,8 +242,8 @@ class WholeParameters(WholeStateOptimizer):
         lines = [super().__repr__(), f"{self.optimizer_class.__name__} steps whole parameters:"]
         for context in dict.fromkeys(each.context for each in self._members.values()):
             lines += describe([each for each in self._members.values() if each.context is context])
-        if self._rest:
-            lines.append(f"AdamW steps the shards of {len(self._rest)} parameters: {', '.join(self._rest)}")
+        if rest := [name for part in self._parts if not part.whole for name in part.names]:
+            lines.append(f"AdamW steps the shards of {len(rest)} parameters: {', '.join(rest)}")
         return "\n".join(lines)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -290,7 +277,7 @@ class WholeParameters(WholeStateOptimizer):
         self._step_all()
         for each in instances:
             each.give(self.param_groups)
-        self._link_states()
+            self.state.update(each.states())
         self._seen = [marks_of(group) for group in self.param_groups]
         return loss
 
@@ -308,7 +295,8 @@ class WholeParameters(WholeStateOptimizer):
 
     def _check_groups(self) -> None:
         """Raise if the program has changed the parameters of a group by hand."""
-        if self._ids() != self._held_ids:
+        held = [[*map(id, group["params"])] for group in self.param_groups]
+        if held != [[*map(id, part.params)] for part in self._parts]:
             raise LayoutError(
                 "WholeParameters: the parameters in param_groups were changed by hand, but their owners are fixed: add "
                 "parameters with add_param_group(), or build another WholeParameters"
@@ -336,11 +324,6 @@ class WholeParameters(WholeStateOptimizer):
             # The hooks of all optimizers have been called already, for the step of `WholeParameters`.
             step_without_hooks(adamw)
 
-    def _link_states(self) -> None:
-        """Enter the states that instances have created into `state`."""
-        for each in self._instances():
-            self.state.update(each.states())
-
     def _instances(self) -> Iterator[Instance]:
         yield from (step.instance for step in self._units.values() if isinstance(step, ClassStep))
         yield self._ignored
@@ -355,8 +338,7 @@ class WholeParameters(WholeStateOptimizer):
             `state` and `param_groups`. The state of a whole parameter is on its owner only.
         """
         saved: dict[str, Any] = super().state_dict()
-        groups = zip(saved["param_groups"], self._is_whole, strict=True)
-        rest = {index for group, whole in groups if not whole for index in group["params"]}
+        rest = {index for group in self._elementwise_of(saved["param_groups"]) for index in group["params"]}
         decoded = {i: canonical(entry) for i, entry in saved["state"].items() if i in rest and "exp_avg" in entry}
         return {**saved, "state": saved["state"] | decoded}
 
@@ -376,9 +358,8 @@ class WholeParameters(WholeStateOptimizer):
         """Restore a loaded state."""
         self.param_groups = state["param_groups"]
         self.state.clear()
-        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
-        if self._adamw is not None:
-            self._adamw.__setstate__({"state": {}, "param_groups": rest})  # checks and completes the options
+        if self._adamw is not None:  # this checks and completes the options
+            self._adamw.__setstate__({"state": {}, "param_groups": self._elementwise_of(self.param_groups)})
         convert(state)
         self._load_entries((param, entry) for param, entry in state["state"].items() if isinstance(param, Tensor))
 
@@ -396,7 +377,7 @@ class WholeParameters(WholeStateOptimizer):
                 states[param] = entry
         for each in self._instances():
             each.load(self.param_groups, states)
-        self._link_states()
+            self.state.update(each.states())
         self._seen = [marks_of(group) for group in self.param_groups]
 
     def __getstate__(self) -> NoReturn:
