@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardlite.engine.backward import in_backward
 from shardlite.engine.conversions import refuse_if_wrapped
-from shardlite.engine.optimizer_hooks import (
+from shardlite.engine.steps import (
     after_step,
     before_step,
     model_of_gradients,
@@ -37,7 +37,6 @@ from shardlite.engine.optimizer_hooks import (
     models_with,
     params_of,
 )
-from shardlite.engine.optimizer_states import load_state_of_shards, state_of_shards
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.grads import nested_backward
@@ -200,15 +199,15 @@ class Patch:
 
 
 PATCHES: list[Patch] = []
-"""Everything that ShardLite changes in PyTorch."""
+"""Everything that ShardLite changes in PyTorch. Rooms above add their patches when they are imported."""
 
 
-def _patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
+def patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
     """Return a decorator that adds a function to `PATCHES`. The function's docstring is `why`."""
     return lambda apply: PATCHES.append(Patch(target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
 
 
-@_patch("steps of all optimizers (global pre-hook and post-hook)", "none")
+@patch("steps of all optimizers (global pre-hook and post-hook)", "none")
 def _() -> None:
     """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
     # The compiler must not trace a step into the hooks, because the hooks read placeholders.
@@ -216,56 +215,44 @@ def _() -> None:
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
 
 
-@_patch("`torch.optim.Optimizer.state_dict`", "none")
-def _() -> None:
-    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
-    _replace_method(Optimizer, "state_dict", state_of_shards)
-
-
-@_patch("`torch.optim.Optimizer.load_state_dict`", "none")
-def _() -> None:
-    """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
-    _replace_method(Optimizer, "load_state_dict", load_state_of_shards)
-
-
-@_patch("`torch.optim.Optimizer.zero_grad`", "none")
+@patch("`torch.optim.Optimizer.zero_grad`", "none")
 def _() -> None:
     """A model would not know that gradients which `count_items` has divided were dropped."""
-    _replace_method(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
+    replace_method(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
 
 
-@_patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")
+@patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")
 def _() -> None:
     """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
     kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
     kinds.extend((Shard, SeenShard))
 
 
-@_patch("`torch.amp.GradScaler`", "`GradScaler._unscale_grads_`")
+@patch("`torch.amp.GradScaler`", "`GradScaler._unscale_grads_`")
 def _() -> None:
     """Each rank would decide alone whether to skip a step."""
-    _replace_method(GradScaler, "_unscale_grads_", _unscale)
+    replace_method(GradScaler, "_unscale_grads_", _unscale)
 
 
-@_patch("`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", "`clip_grad._get_total_norm`, `clip_grad._no_grad`")
+@patch("`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", "`clip_grad._get_total_norm`, `clip_grad._no_grad`")
 def _() -> None:
     """Gradients would be clipped by the norm of this rank's shards instead of the norm over all ranks."""
     _replace_inside(clip_grad._get_total_norm, _total_norm)
 
 
-@_patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
+@patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
     """If the caller passed parameters that have no gradients, clipping would silently have no effect."""
     _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
 
 
-@_patch("`torch.nn.utils.clip_grad_value_`", "`clip_grad._no_grad`")
+@patch("`torch.nn.utils.clip_grad_value_`", "`clip_grad._no_grad`")
 def _() -> None:
     """Gradients that are accumulated and not reduced would not be clipped."""
     _replace_inside(clip_grad.clip_grad_value_, _clip_values)
 
 
-@_patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
+@patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
 def _() -> None:
     """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients, and a nested backward
     would count as a new one.
@@ -274,21 +261,19 @@ def _() -> None:
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
 
 
-@_patch(
-    "`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`"
-)
+@patch("`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`")
 def _() -> None:
     """These functions would not work inside `gathered()`, which makes saved-tensor hooks the innermost ones."""
     _replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)
 
 
-@_patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
+@patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
 def _() -> None:
     """The parameters of a wrapped model would move to new memory, but its shards would not."""
-    _replace_method(nn.Module, "_apply", refuse_if_wrapped)
+    replace_method(nn.Module, "_apply", refuse_if_wrapped)
 
 
-@_patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
+@patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
 def _() -> None:
     """The functions of this module would save placeholders, because they gather and shard only DTensors."""
     name = "torch.distributed.checkpoint.state_dict"
@@ -306,7 +291,7 @@ def _patch_state_dicts() -> None:
     import_module("shardlite.checkpoint.state_dict_patches").install()
 
 
-def _replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
+def replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of a class. Existing objects of the class get the replacement too."""
     original = getattr(owner, name)
 

@@ -30,7 +30,7 @@ import shardlite
 from shardlite.integrations._wrapping import adopt, check_options, holds
 from shardlite.model import ShardLite
 from shardlite.optim import AdamW
-from shardlite.whole import WholeParameters
+from shardlite.optimizers import WholeParameters
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     raise ImportError(

@@ -43,7 +43,7 @@ from shardlite.integrations._adapters import adapter_files, adapter_weights, rea
 from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced, together
 from shardlite.integrations.pretrained import read_converted
 from shardlite.model import ModelState
-from shardlite.optim import probe_shards
+from shardlite.optimizers import probe_shards
 
 try:
     import transformers.trainer
