@@ -25,36 +25,32 @@ from shardlite.config import (
     with_environment,
 )
 from shardlite.engine import (
-    NO_COPY,
     NO_GRAPH,
     Backward,
     Batch,
     Buffers,
-    FullParameters,
     InBackwardOptimizer,
     Join,
     ModuleHooks,
     OptimizerBridge,
     PartLoop,
     Shards,
-    WeightStream,
     allow_conversions,
     capture,
     cast_floats,
     cast_inputs,
     check_adoptable,
-    gather_param,
     give_shards,
     in_backward,
     install_patches,
     param_locations,
-    pieces_of,
     refuse_conversions,
     register_model,
     take_inputs_as_they_are,
     unregister_model,
 )
 from shardlite.errors import LayoutError, PhaseError, check_int, check_rank, some_of
+from shardlite.full import NO_COPY, FullParameters, WeightStream, gather_param, pieces_of
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
 from shardlite.optim import accumulating, adopt
 from shardlite.params import Flat

@@ -14,8 +14,7 @@ from shardlite.engine.conversions import (
     refuse_conversions,
     take_inputs_as_they_are,
 )
-from shardlite.engine.full_params import NO_COPY, FullParameters
-from shardlite.engine.local_shards import Shards, gather_param
+from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
 from shardlite.engine.optimizer_hooks import (
@@ -35,4 +34,3 @@ from shardlite.engine.param_groups import Group, match_groups, names_in, plain_n
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.patches import install_patches
 from shardlite.engine.uneven_inputs import Batch, Join
-from shardlite.engine.weight_stream import WeightStream, pieces_of

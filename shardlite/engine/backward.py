@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from shardlite.comm import ProgramStreams
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.weight_stream import WeightStream
 from shardlite.errors import PhaseError
+from shardlite.full import WeightStream
 from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
 from shardlite.params import Unit, register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering

@@ -158,6 +158,20 @@ def _check_bound(pieces: Iterable[Piece], max_bytes: int) -> None:
         )
 
 
+def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Tensor:
+    """Gather a tensor in the shape of one parameter of a flat. `local` [n] is this rank's part. Collective."""
+    slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
+    if flat.rank is None or slot.numel == 0:
+        return local.reshape(slot.shape).clone()
+    whole = context.empty(slot.numel, local.dtype)
+    context.ledger.track("staging", whole)
+    whole[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
+    operation = context.operation(f"the whole tensor of {slot.name!r}", "full state")
+    transport = context.inline[0]
+    all_gather(whole, transport, cut=cut_up(slot.numel, local.dtype, transport, cuts), operation=operation)
+    return whole.view(slot.shape).clone()
+
+
 class _Round:
     """One round of an iteration: the ranks exchange flags, then gather a piece. Runs on a queue."""
 

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from shardlite.comm import Context
-from shardlite.engine.local_shards import gather_param
-from shardlite.engine.weight_stream import pieces_of
 from shardlite.errors import LayoutError, PhaseError, lacking, some_of
+from shardlite.full.weight_stream import gather_param, pieces_of
 from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
 from shardlite.weights import Calls, Gathering, differs, take_over
 
