@@ -8,7 +8,7 @@ In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer 
 The functions rename parameters. `state_dict_patches.py` gathers and cuts their states, one tensor after the other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
-from shardlite.comm import agree, problem_in
+from shardlite.comm import problem_in
 from shardlite.engine import Group, name_of_value, names_in, params_of, plain_name
 from shardlite.errors import LayoutError, check_optimizer, some_of
 from shardlite.model import ModelState, ShardLite
@@ -61,7 +61,7 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
             named.update(_by_name(optimizer, state_dict, names))
             _check_shapes(model, optimizer, named)
 
-    _agree(state, "load_optimizer_state", check)
+    state.context.agree("load_optimizer_state", problem_in(check), loads=False)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
@@ -99,8 +99,8 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
         numbers.update((name, index) for index, name in enumerate(_names(model, optimizer)))
 
     state = ModelState(model)
-    _agree(state, "full_optimizer_state", check)
     context = state.context
+    context.agree("full_optimizer_state", problem_in(check), loads=False)
     if not any(context.all_gather_int(len(optimizer.state), "full_optimizer_state")):
         # PyTorch's function would initialize the state by a step, which counts.
         groups = Optimizer.state_dict(optimizer)["param_groups"]
@@ -112,13 +112,6 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
     groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
     states = {numbers[name]: entry for name, entry in whole["state"].items() if entry}
     return {"state": dict(sorted(states.items())), "param_groups": groups}
-
-
-def _agree(state: ModelState, what: str, check: Callable[[], None]) -> None:
-    """Raise on every rank if `check` raises on a rank, or if the weights of the ranks are of different steps."""
-    context, problem = state.context, problem_in(check)
-    watch = context.reports.watching
-    agree(state.ranks, [], problem, what=what, timeout=context.timeout, watch=watch, version=context.version)
 
 
 def _names(model: ShardLite, optimizer: Optimizer) -> list[str]:

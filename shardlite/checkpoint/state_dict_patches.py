@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
 from shardlite.checkpoint.contents import pickled, unpickled
-from shardlite.comm import Context, agree
+from shardlite.comm import Context
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import Group, match_groups, name_of_value, numbers_among, params_of
 from shardlite.errors import CheckpointError, LayoutError, some_of
@@ -191,18 +191,13 @@ def _load_optimizers(
     wholes = [optimizer for optimizer in optimizers if isinstance(optimizer, WholeParameters)]
     if wholes:
         info = replace(info, strict=False)  # this rank has no state of parameters that other ranks own
-    _agree(state, _misfit(model, optimizers, state_dict, info) if read else None)
+    problem = _misfit(model, optimizers, state_dict, info) if read else None
+    state.context.agree("set_optimizer_state_dict", problem)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
         if info.full_state_dict:
             state_dict = _shards_of(state_dict, model, wholes, broadcast=info.broadcast_from_rank0)
             info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
         original(model, optimizers, state_dict, info)
-
-
-def _agree(state: ModelState, problem: Exception | None) -> None:
-    """Raise an error on every rank if any rank has a problem. Collective."""
-    timeout, watch = state.context.timeout, state.context.reports.watching
-    agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=timeout, watch=watch)
 
 
 def _misfit(model: ShardLite, optimizers: Sequence[Optimizer], state_dict: _State, info: Any) -> Exception | None:
@@ -333,7 +328,7 @@ def _form(state: ModelState, state_dict: _State) -> _State:
             content = pickled(what, tree_map(_placeholder, state_dict)).getvalue()
     except CheckpointError as error:
         problem = error
-    _agree(state, problem)
+    context.agree("set_optimizer_state_dict", problem)
     length = context.all_gather_int(len(content), "the length of an optimizer's state")[0]
     data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8)
     form: _State = unpickled(what, BytesIO(_send(context, data).cpu().numpy().tobytes()))

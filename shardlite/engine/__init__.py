@@ -5,32 +5,22 @@ packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.
 `optimizer_hooks.py`. `patches.py` lists the changes in PyTorch.
 """
 
-from shardlite.engine.backward import Backward, in_backward
+from shardlite.engine.backward import in_backward
 from shardlite.engine.capture import capture
-from shardlite.engine.conversions import (
-    allow_conversions,
-    cast_floats,
-    cast_inputs,
-    refuse_conversions,
-    take_inputs_as_they_are,
-)
-from shardlite.engine.local_shards import Shards
-from shardlite.engine.module_buffers import Buffers
-from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
+from shardlite.engine.connect import connect, disconnect
+from shardlite.engine.conversions import cast_floats, cast_inputs
+from shardlite.engine.methods import method_of_module, running, uncompiled
+from shardlite.engine.module_hooks import NO_GRAPH
 from shardlite.engine.optimizer_hooks import (
-    InBackwardOptimizer,
     OptimizerBridge,
     check_adoptable,
     give_shards,
     models_with,
     name_of_value,
     numbers_among,
-    optimizer_tensors,
     params_of,
-    register_model,
-    unregister_model,
 )
 from shardlite.engine.param_groups import Group, match_groups, names_in, plain_name
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.patches import install_patches
-from shardlite.engine.uneven_inputs import Batch, Join
+from shardlite.engine.uneven_inputs import Batch

@@ -60,10 +60,10 @@ class Backward:
         self._parts = parts
         self._reducer = reducer
         self._gatherer = gatherer
-        self._units = units
+        self.units = units
         self._streams = streams
         self._begin_steps = begin_steps
-        self._stream = stream
+        self.stream = stream
         self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
         """Handles of weights that autograd saves for a backward. `None` if full weights are always in memory."""
 
@@ -81,7 +81,7 @@ class Backward:
     def open(self) -> BackwardRun:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
-            self._stream.check_closed()
+            self.stream.check_closed()
             self._run = open_run(self._reducer, self._mode, self._begin_gradients, self._is_complete)
             self.thread = get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
@@ -117,7 +117,7 @@ class Backward:
 
     def prepare(self) -> None:
         """Clean up after an exception, and let the current stream use what the former home stream has left."""
-        self._stream.check_closed()
+        self.stream.check_closed()
         self.repair()
         if (stream := self._streams.move_home()) is not None:
             for memory in self._kept():
@@ -125,7 +125,7 @@ class Backward:
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
-        for unit in self._units:
+        for unit in self.units:
             if unit.buffer is not None:
                 yield unit.buffer.bytes
         yield from self._gatherer.spare()
@@ -238,7 +238,7 @@ class Backward:
         Raises:
             PhaseError: the latest backward ended in an exception, or gradients are accumulated and not reduced.
         """
-        self._stream.check_closed()
+        self.stream.check_closed()
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
             self.repair()  # the backward was refused, because step() had not been called after the previous backward
         if self.died() and inside:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.errors import LayoutError
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
 from shardlite.telemetry import profile_label
 from shardlite.weights import (
@@ -191,6 +191,19 @@ class ModuleHooks:
     def running(self) -> bool:
         """Return whether a forward or a backward is running."""
         return bool(self._frames or self._around) or in_backward()
+
+    def check_outside(self, call: str) -> None:
+        """Raise inside a forward, a backward or `gathered()`."""
+        if self.running() or any(unit.users for unit in self._backward.units):
+            raise PhaseError(f"{call}: call it outside of forwards, backwards and `gathered()`")
+
+    def recover(self) -> None:
+        """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self.check_thread()
+        self._backward.stream.check_closed()
+        if self._around == 0:
+            self.reset()
+        self._backward.repair()
 
     def reset(self) -> None:
         """Run `_leave` for each module whose post-forward hook did not run because of an interrupt."""

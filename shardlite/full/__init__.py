@@ -5,4 +5,5 @@ the format of the unsharded model. Read `full_params.py` first.
 """
 
 from shardlite.full.full_params import NO_COPY, FullParameters
-from shardlite.full.weight_stream import WeightStream, gather_param, pieces_of
+from shardlite.full.pieces import gather_param
+from shardlite.full.weight_stream import WeightStream

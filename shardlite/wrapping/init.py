@@ -283,6 +283,18 @@ def _broadcast_flat(flat: Flat, context: Context, value: Callable[[nn.Parameter]
             flat.write(piece[begin - start : end - start], begin - first)
 
 
+def broadcast_full(module: nn.Module, units: Sequence[Unit], context: Context, source: Mapping[Tensor, Tensor]) -> None:
+    """Write rank 0's values of parameters and buffers, full tensors by entry, on all ranks. Collective."""
+    for unit in units:
+        broadcast_values(unit, context, lambda param: source[param])
+    with torch.no_grad():
+        for entry, value in source.items():
+            if not isinstance(entry, nn.Parameter) and context.rank == 0:
+                entry.copy_(value)
+    broadcast_buffers(module, context)
+    context.trim(keep=0)
+
+
 class _Source:
     """The values of a flat (flat parameter) in the layout of a full buffer [W*S], read in pieces in ascending order."""
 
