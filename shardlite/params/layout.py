@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -66,11 +67,16 @@ def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
     return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
 
 
-@cache
+class _Key:
+    """An object that stands for facts, and that a weak dictionary may hold."""
+
+
+_keys: WeakValueDictionary[Hashable, _Key] = WeakValueDictionary()
+
+
 def shared(facts: Hashable) -> object:
     """Return an object that stands for `facts`: the same for equal facts. Unlike `facts`, it is hashed at once."""
-    del facts
-    return object()
+    return _keys.setdefault(facts, _Key())
 
 
 def as_real(tensor: Tensor) -> Tensor:
