@@ -112,7 +112,7 @@ class ShardLite(nn.Module):
             the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own copies of them, and the gradients
             of these copies are not averaged.
-        replicate: modules and parameters that every rank keeps whole at any stage, for example a router or a module
+        replicate: modules and parameters that every rank keeps in full at any stage, for example a router or a module
             that is called outside of the model's forward. Their gradients are averaged, at the end of the backward, and
             every rank steps them, as at stage 0. The module's own parameters can be read at any time. Quantized weights
             of torchao may be here, if they are frozen, or in `ignore`.
@@ -233,7 +233,7 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards under the original names.
 
-        A shard is a view of the memory that the optimizer steps. If this rank keeps the whole parameter, the shard has
+        A shard is a view of the memory that the optimizer steps. If this rank keeps the full parameter, the shard has
         the original shape. Otherwise the shard has shape `[k, 1, ...]`, with the original number of dimensions and `k`
         elements, which may be 0.
         Ignored parameters are yielded unchanged.
@@ -682,7 +682,7 @@ class ShardLite(nn.Module):
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers
         - `staging`: memory for partial sums, 8-bit codes, broadcast values and, in `full_state_dict()` and
-          `full_parameters()`, whole weights that arrive from other ranks
+          `full_parameters()`, full weights that arrive from other ranks
         - `copies`: copies of the shards, made by `gathered(writeback=True)` before the program changes weights
         - `chunks of a step`: intermediate values of an optimizer's step on a CPU, for all models in the process
         - `messages`, `mailboxes`, `pinned memory`: memory of the transport, for all models over the same ranks
@@ -713,9 +713,9 @@ class ShardLite(nn.Module):
             self.ledger.track("chunks of a step", tensor)
         held = self._context.held()
         if process:
-            whole = process_memory(self._context.device)
+            every = process_memory(self._context.device)
             explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._context.device))
-            held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
+            held |= {"process": every, "unexplained": Held(every.now - explained, every.now - explained)}
         return held
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
@@ -779,7 +779,7 @@ class ShardLite(nn.Module):
                 the copies.
 
         Returns:
-            Whole tensors by name.
+            Full tensors by name.
 
         Raises:
             NonFiniteError: an in-backward step had gradients that were not finite.
@@ -798,7 +798,7 @@ class ShardLite(nn.Module):
     def full_parameters(
         self, dtype: torch.dtype | None = None, max_bytes: int | None = None, trainable: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over whole parameters on the model's device, for example to send them to an inference engine.
+        """Iterate over full parameters on the model's device, for example to send them to an inference engine.
 
         Collective: every rank must run the whole loop. One unit is gathered at a time, while the next is on its way.
         Parameters come in the order of units, under their original names. A tied parameter comes under each of its
@@ -841,7 +841,7 @@ class ShardLite(nn.Module):
         yield from self._full.parameters(dtype, max_bytes, check, trainable=trainable)
 
     def full_grad(self, name: str) -> Tensor | None:
-        """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
+        """Return a copy of the full gradient of one parameter, as `.grad` has it in a plain model. Collective.
 
         Call this between the backward and `zero_grad()`. The gradient is the one that the optimizer sees: averaged over
         ranks, divided by counts, or summed. If it was clipped or multiplied by the scale of a gradient scaler, so is
@@ -878,14 +878,14 @@ class ShardLite(nn.Module):
             raise PhaseError("full_grad(): there are no gradients: call it between a backward and zero_grad()")
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load whole tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
+        """Load full tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
 
         Collective.
 
         Ignored parameters and the optimizer state are not changed.
 
         Args:
-            state_dict: whole tensors by name. Used on rank 0 only.
+            state_dict: full tensors by name. Used on rank 0 only.
             strict: whether names must match those of the model. If `False`, parameters and buffers that `state_dict`
                 lacks keep their values, and names that the model lacks are ignored.
 
@@ -909,7 +909,7 @@ class ShardLite(nn.Module):
         return _IncompatibleKeys(missing, unexpected)
 
     def unwrap(self) -> nn.Module:
-        """Return the wrapped module as a plain module, with whole weights on every rank. Collective.
+        """Return the wrapped module as a plain module, with full weights on every rank. Collective.
 
         Call this before you use another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or
         `save_pretrained()`. The parameters are the same objects that were wrapped, in the precision in which the model
@@ -958,7 +958,7 @@ class ShardLite(nn.Module):
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` (DCP) saves and loads at any world size.
         Buffers, and all parameters at stage 0, are plain tensors. The tensors share memory with the model, so DCP loads
         into the model. Call `load_state_dict()` after `dcp.load`. `torch.save` writes this rank's elements only. For
-        whole tensors call `full_state_dict()`. To save a run call `shardlite.save`.
+        full tensors call `full_state_dict()`. To save a run call `shardlite.save`.
 
         Args:
             destination, prefix: as for `nn.Module.state_dict`. The state dict of an enclosing module passes them.
@@ -984,7 +984,7 @@ class ShardLite(nn.Module):
 
         Args:
             state_dict: either the `state_dict()` of a model with the same ranks, stage and units, or a dictionary of
-                whole tensors. From each whole tensor, a rank loads the part that it keeps.
+                full tensors. From each full tensor, a rank loads the part that it keeps.
             strict: whether names must match those of the model.
             assign: must be `False`, because shards are views of one block of memory.
 

@@ -1,4 +1,4 @@
-"""Whole optimizer states in the format of a plain run: `optimizer.state_dict()` of one process, or of DDP.
+"""Full optimizer states in the format of a plain run: `optimizer.state_dict()` of one process, or of DDP.
 
 In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer loads, or the loaded optimizer.
 
@@ -31,7 +31,7 @@ from shardlite.whole import WholeParameters
 
 
 def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """Load the whole `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
+    """Load the full `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
 
     Rank 0 sends its state, one tensor after the other, and each rank keeps its part. A state with the names of
     parameters (of an optimizer that was built from `named_parameters()`) is matched by names, also if its groups are
@@ -67,7 +67,7 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
 
 
 def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | None = None) -> dict[str, Any]:
-    """Return the whole state of an optimizer of shards, as a plain optimizer loads it. Collective.
+    """Return the full state of an optimizer of shards, as a plain optimizer loads it. Collective.
 
     Tensors are gathered one after the other. The counterpart is `load_optimizer_state`.
 
@@ -106,11 +106,11 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {"state": {}, "param_groups": groups} if rank is None or context.rank == rank else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=rank == 0)
-    whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    if not whole:
+    full: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    if not full:
         return {}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
-    states = {numbers[name]: entry for name, entry in whole["state"].items() if entry}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]]
+    states = {numbers[name]: entry for name, entry in full["state"].items() if entry}
     return {"state": dict(sorted(states.items())), "param_groups": groups}
 
 
@@ -130,7 +130,7 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
     """Return a state with names in place of the numbers of a plain state."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise LayoutError(
-            "load_optimizer_state: rank 0 needs a whole optimizer.state_dict(), with the keys 'state' and "
+            "load_optimizer_state: rank 0 needs a full optimizer.state_dict(), with the keys 'state' and "
             f"'param_groups', got {type(state_dict).__name__}"
         )
     groups = state_dict["param_groups"]

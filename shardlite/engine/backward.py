@@ -54,7 +54,7 @@ class Backward:
             begin_steps: function that is called at the first gradient of a backward. The function's argument `steps`
                 says whether an optimizer may step inside this backward. The function returns the steps of that
                 optimizer, or `None`.
-            stream: the iterations over whole weights. No pass and no step may begin inside one.
+            stream: the iterations over full weights. No pass and no step may begin inside one.
             parts: runs the loops over parts. If `parts` is not `None`, gradients may arrive only in these loops.
         """
         self._parts = parts

@@ -35,7 +35,7 @@ from shardlite.weights import (
 )
 
 NO_GRAPH = (
-    "torch.export and torch.jit.trace record a graph that contains whole weights: call them on every rank with the "
+    "torch.export and torch.jit.trace record a graph that contains full weights: call them on every rank with the "
     "wrapped module, `model.module`, inside `with model.gathered():`"
 )
 

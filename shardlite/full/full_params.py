@@ -89,25 +89,25 @@ class FullParameters:
         wanted = rank is None or rank == self._context.rank
         full: dict[Tensor, Tensor] = {}
         for piece in pieces_of(self._units):
-            whole = piece.gather(self._context)
+            values = piece.gather(self._context)
             if wanted:
-                views = ((param, view) for param, view in piece.views(whole) if param in kept)
+                views = ((param, view) for param, view in piece.views(values) if param in kept)
                 full.update({param: view.to("cpu", copy=True) for param, view in views})
-            del whole  # free it before the next piece is gathered
+            del values  # free it before the next piece is gathered
         self._context.trim(keep=0)
         if not wanted:
             return {}
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Turn the module's parameters into ordinary parameters with whole values. Gather one piece at a time."""
+        """Turn the module's parameters into ordinary parameters with full values. Gather one piece at a time."""
         with torch.inference_mode(False), torch.no_grad():
             for piece in pieces_of(self._units):
-                whole = piece.gather(self._context)
-                for param, view in piece.views(whole):
+                values = piece.gather(self._context)
+                for param, view in piece.views(values):
                     detach(param, view.clone())
                     ShardInfo.forget(param)
-                del whole  # free it before the next piece is gathered
+                del values  # free it before the next piece is gathered
         self._context.trim(keep=0)
         while self._hooks:
             self._hooks.pop().remove()
@@ -189,7 +189,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load buffers, and this rank's part of each parameter. A value may be such a part or a whole tensor."""
+        """Load buffers, and this rank's part of each parameter. A value may be such a part or a full tensor."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -281,7 +281,7 @@ class FullParameters:
         """Return an error that says why a state dict does not fit the model, or `None` if the state dict fits.
 
         Args:
-            state_dict: by name, whole tensors or this rank's shards.
+            state_dict: by name, full tensors or this rank's shards.
             strict: whether the names must be exactly those of the model.
             full: whether only full tensors fit. Otherwise shards fit too.
         """
@@ -301,7 +301,7 @@ class FullParameters:
         part = next((name for name, value in state_dict.items() if isinstance(value, ShardTensor)), None)
         if full and part is not None:
             return LayoutError(
-                f"{part!r} is a shard, but whole tensors are required: pass full_state_dict() of the other model, or "
+                f"{part!r} is a shard, but full tensors are required: pass full_state_dict() of the other model, or "
                 "call load_state_dict(), which loads shards"
             )
         for name, entry in entries.items():
@@ -328,8 +328,8 @@ class FullParameters:
             return
         self._states.close()  # an earlier call has raised
         if not self._reading and any(map(self._is_sharded, module.modules())):
-            entries, whole = self.entries(), self.state_dict(rank=None)
-            self._states.enter_context(self.naming({entries[name]: value for name, value in whole.items()}))
+            entries, full = self.entries(), self.state_dict(rank=None)
+            self._states.enter_context(self.naming({entries[name]: value for name, value in full.items()}))
             self._states_of, self._versions = module, now
 
     def _end_states(self, module: nn.Module, *_: object) -> None:

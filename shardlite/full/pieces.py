@@ -64,31 +64,31 @@ class Piece:
         """Return the values, [n]. Collective. The values may share memory with the weights."""
         if self.flat.rank is None and self.dtype == self.flat.master:
             return self.flat.weights(self.start, self.start + self.numel)
-        whole = self.empty(context)
-        self.fill(whole, context.inline[0], self.operation(context))
-        return whole
+        full = self.empty(context)
+        self.fill(full, context.inline[0], self.operation(context))
+        return full
 
     def empty(self, context: Context) -> Tensor:
         """Return uninitialized memory for the values, [n]."""
-        whole = context.empty(self.numel, self.dtype)
-        context.ledger.track("staging", whole)
-        return whole
+        full = context.empty(self.numel, self.dtype)
+        context.ledger.track("staging", full)
+        return full
 
-    def fill(self, whole: Tensor, transport: Transport, operation: Operation) -> None:
-        """Gather the values into `whole` [n]. A cast of shards has the same bits as a cast of whole parameters."""
+    def fill(self, full: Tensor, transport: Transport, operation: Operation) -> None:
+        """Gather the values into `full` [n]. A cast of shards has the same bits as a cast of full parameters."""
         start, stop = self.start, self.start + self.numel
         own = self.flat.own_range(self.flat.layout)
         first, last = max(own[0], start), min(own[1], stop)
         if first < last:
-            whole[first - start : last - start].copy_(self.flat.weights(first - own[0], last - own[0]))
+            full[first - start : last - start].copy_(self.flat.weights(first - own[0], last - own[0]))
         if self.flat.rank is not None:
             cuts = [min(max(cut, start), stop) - start for cut in self.flat.layout.cuts]
-            all_gather(whole, transport, cut=cut_up(self.numel, self.dtype, transport, cuts), operation=operation)
+            all_gather(full, transport, cut=cut_up(self.numel, self.dtype, transport, cuts), operation=operation)
 
-    def views(self, whole: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def views(self, full: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """For each parameter, yield the module's own parameter and its view of the values [n]."""
         for index, slot in zip(self.indices, self.slots, strict=True):
-            yield self.flat.params[index], whole[slot.start - self.start : slot.stop - self.start].view(slot.shape)
+            yield self.flat.params[index], full[slot.start - self.start : slot.stop - self.start].view(slot.shape)
 
 
 def pieces_of(
@@ -154,10 +154,10 @@ def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Ten
     slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
     if flat.rank is None or slot.numel == 0:
         return local.reshape(slot.shape).clone()
-    whole = context.empty(slot.numel, local.dtype)
-    context.ledger.track("staging", whole)
-    whole[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
-    operation = context.operation(f"the whole tensor of {slot.name!r}", "full state")
+    full = context.empty(slot.numel, local.dtype)
+    context.ledger.track("staging", full)
+    full[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
+    operation = context.operation(f"the full tensor of {slot.name!r}", "full state")
     transport = context.inline[0]
-    all_gather(whole, transport, cut=cut_up(slot.numel, local.dtype, transport, cuts), operation=operation)
-    return whole.view(slot.shape).clone()
+    all_gather(full, transport, cut=cut_up(slot.numel, local.dtype, transport, cuts), operation=operation)
+    return full.view(slot.shape).clone()

@@ -35,7 +35,7 @@ class _Round:
         self._flags = context.operation("a round of full_parameters()", PURPOSE)
         self._gather = piece.operation(context)
         with isolated(context.streams):
-            self.whole = None if leaves else piece.empty(context)
+            self.full = None if leaves else piece.empty(context)
 
     def execute(self) -> None:
         """Run the round. If any rank has left its loop, gather nothing."""
@@ -43,8 +43,8 @@ class _Round:
         flags[self._context.rank] = int(self._leaves)
         self._context.all_reduce_host(flags, self._flags)
         self.left = [rank for rank, flag in enumerate(flags.tolist()) if flag]
-        if self.whole is not None and not self.left:
-            self._piece.fill(self.whole, self._context.transport, self._gather)
+        if self.full is not None and not self.left:
+            self._piece.fill(self.full, self._context.transport, self._gather)
 
     def wait(self) -> Tensor:
         """Return the gathered values, [n].
@@ -59,12 +59,12 @@ class _Round:
                 f"rank {self.left[0]} has left its loop over full_parameters() early, so the weights that follow "
                 "cannot be gathered: leave the loop at the same parameter on every rank"
             )
-        assert self.whole is not None
-        return self.whole
+        assert self.full is not None
+        return self.full
 
 
 class WeightStream:
-    """The iterations over whole weights of one wrapped model, one at a time."""
+    """The iterations over full weights of one wrapped model, one at a time."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -92,7 +92,7 @@ class WeightStream:
     def over(
         self, pieces: Sequence[Piece], names: Mapping[Tensor, Sequence[str]], max_bytes: int | None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield copies of whole parameters under all their names, while the next piece is gathered. Collective.
+        """Yield copies of full parameters under all their names, while the next piece is gathered. Collective.
 
         Raises:
             PhaseError: another rank has left its loop early.
@@ -103,15 +103,15 @@ class WeightStream:
             for piece, following in zip(pieces, [*pieces[1:], None][: len(pieces)], strict=True):
                 if ahead is None:
                     ahead, started = self._start(piece), started + 1
-                whole, ahead = ahead.wait(), None
+                full, ahead = ahead.wait(), None
                 if following is not None and _fit(piece, following, max_bytes):
                     ahead, started = self._start(following), started + 1
-                for param, view in piece.views(whole):
+                for param, view in piece.views(full):
                     # Copies, because other ranks may still read the piece, and the program may write to what it gets.
                     for name in names[param]:
                         yield name, view.clone()
                 self._last = ahead
-                del whole, view  # frees the piece before the next but one is gathered
+                del full, view  # frees the piece before the next but one is gathered
         except GeneratorExit:
             if started < len(pieces):  # do not wait, because other ranks may start this round much later
                 self._start(pieces[started], leaves=True)

@@ -94,7 +94,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the whole parameter, without padding."""
+        """Number of elements of the full parameter, without padding."""
         return prod(self.shape)
 
     @cached_property
@@ -104,7 +104,7 @@ class Slot:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the whole parameter in a full buffer, in elements."""
+        """Strides of the full parameter in a full buffer, in elements."""
         behind = accumulate(reversed(self.shape[1:]), mul, initial=1)
         return tuple(reversed([*behind])) if self.shape else ()
 
@@ -296,14 +296,14 @@ class ShardInfo(NamedTuple):
     """Facts that an optimizer needs about a shard besides its values. Ordinary parameters have no such record."""
 
     offset: int = 0
-    """Number of elements of the whole parameter that precede the shard."""
+    """Number of elements of the full parameter that precede the shard."""
 
     low: Tensor | None = None
     """Lower part of split weights, as long as the shard, which is the upper part. `None` if weights are not split."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record of `param`. If `param` has no record, return that of a whole parameter."""
+        """Return the record of `param`. If `param` has no record, return that of a full parameter."""
         info: ShardInfo = _infos.get(param, ShardInfo())
         return info
 

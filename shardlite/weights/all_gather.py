@@ -70,7 +70,7 @@ class Gather(NamedTuple):
     """Whether messages go through host memory, because other gathers may be in flight."""
 
     def execute(self) -> None:
-        """Gather flat by flat. Skip flats that every rank keeps whole."""
+        """Gather flat by flat. Skip flats that every rank keeps in full."""
         context, unit = self.context, self.unit
         if self.purpose == TAKE_PART:
             context.trace.emit((TAKE_PART, unit.name))

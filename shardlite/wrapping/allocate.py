@@ -124,15 +124,15 @@ def _allocate(
     """
     in_place = [placement.of(flat).permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
-        flat.layout.full_numel if whole or placement.of(flat).rank is None else flat.layout.shard_numel
-        for flat, whole in zip(flats, in_place, strict=True)
+        flat.layout.full_numel if there or placement.of(flat).rank is None else flat.layout.shard_numel
+        for flat, there in zip(flats, in_place, strict=True)
     ]
     kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, device)
-    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.of(flat).permanent and not whole]
+    cast = [flat for flat, there in zip(flats, in_place, strict=True) if placement.of(flat).permanent and not there]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
     fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], device))
-    for flat, whole, local in zip(flats, in_place, kept, strict=True):
-        if not whole:
+    for flat, there, local in zip(flats, in_place, kept, strict=True):
+        if not there:
             yield local, next(fulls) if placement.of(flat).permanent else None
         elif (rank := placement.of(flat).rank) is None:
             yield local, local

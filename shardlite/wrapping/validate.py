@@ -170,7 +170,7 @@ def check_module(
 
 
 def check_replicated(module: nn.Module, options: Options) -> None:
-    """Check the parameters that every rank keeps whole, after identical parameters were tied.
+    """Check the parameters that every rank keeps in full, after identical parameters were tied.
 
     Raises:
         LayoutError: such a parameter is ignored too, or the model does not contain it, or no other parameter is left.

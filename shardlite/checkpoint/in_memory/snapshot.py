@@ -41,7 +41,7 @@ _ALIGN = 64
 """Alignment of tensors, in bytes."""
 
 Record = tuple[str, int, torch.dtype, Sequence[int], str]
-"""The record of a tensor: its name, index of its first element in the whole tensor, dtype, shape, and device type."""
+"""The record of a tensor: its name, index of its first element in the full tensor, dtype, shape, and device type."""
 
 
 # ---- state of a rank ------------------------------------------------------------------------------------------------
