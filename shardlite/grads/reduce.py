@@ -35,7 +35,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import hop, new_stats, stats, stats_block, stats_total
+from shardlite_kernels import hop, new_stats, stats, stats_block
+from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
 from shardlite.comm import (

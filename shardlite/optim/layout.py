@@ -28,7 +28,8 @@ from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode, use_triton
+from shardlite_kernels import FORMATS, SCALE_BLOCK, State, use_triton
+from shardlite_kernels.moments import decode, encode
 from torch import Tensor
 
 from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts

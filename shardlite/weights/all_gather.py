@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import cast, dequantize, quantize
+from shardlite_kernels import cast
+from shardlite_kernels.quantize import dequantize, quantize
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
