@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from shardlite.comm import GroupLike, Ranks, Sent, Transport, problem_in, ranks_of, share
+from shardlite.comm import GroupLike, Ranks, Transport, problem_in, ranks_of
+from shardlite.comm.context import share
+from shardlite.comm.traffic import Sent
 from shardlite.config import (
     MemoryLimit,
     Precision,

@@ -7,9 +7,8 @@ packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.
 
 from shardlite.engine.backward import in_backward
 from shardlite.engine.capture import capture
-from shardlite.engine.connect import connect, disconnect
+from shardlite.engine.connect import connect, disconnect, method_of_module, running, uncompiled
 from shardlite.engine.conversions import cast_floats, cast_inputs
-from shardlite.engine.methods import method_of_module, running, uncompiled
 from shardlite.engine.module_hooks import NO_GRAPH
 from shardlite.engine.optimizer_hooks import (
     OptimizerBridge,

@@ -22,7 +22,8 @@ from shardlite.engine.part_loop import PartLoop
 from shardlite.errors import PhaseError
 from shardlite.full import WeightStream
 from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
-from shardlite.params import Unit, register_first, take_grad
+from shardlite.params import Unit
+from shardlite.params.parameters import register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering
 
 

@@ -19,7 +19,8 @@ from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.watch import Watch
 from shardlite.errors import LayoutError
 from shardlite.full import gather_param
-from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, attach, requires_grad_of
+from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, requires_grad_of
+from shardlite.params.parameters import attach
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardlite.engine.backward import Backward, in_backward
 from shardlite.engine.hook_keys import UNSHARD, remove_hooks, set_key
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
+from shardlite.params import ROOT, Shard, Unit, scripts
+from shardlite.params.parameters import OTHER_SHAPES
 from shardlite.telemetry import profile_label
 from shardlite.weights import (
     NO_TRANSFORM,

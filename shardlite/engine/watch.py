@@ -25,7 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.params import Flat, Shard, Sharded, as_they_are
+from shardlite.params import Flat, Shard, as_they_are
+from shardlite.params.parameters import Sharded
 
 STEPS = 3
 """Number of steps in a watched period. One period is at the start, and one is around each multiple of `EVERY`."""

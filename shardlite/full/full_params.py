@@ -21,7 +21,9 @@ from shardlite.errors import LayoutError, PhaseError, check_int, lacking, some_o
 from shardlite.full.gathered import gathered
 from shardlite.full.pieces import Piece, gather_param, pieces_of
 from shardlite.full.weight_stream import WeightStream
-from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
+from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, is_dtensor, scripts
+from shardlite.params.parameters import detach
+from shardlite.params.shard_tensor import apart
 from shardlite.weights import Calls, Gathering
 
 NO_COPY = (

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import lazy_zeros
+from shardlite.comm.transport.shared_memory.heap import lazy_zeros
 
 ALIGN = 32
 """Alignment of parameters and shards, in elements.

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import CHUNK_BYTES, Context, broadcast
+from shardlite.comm import Context, broadcast
+from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Flat, Unit
 from shardlite.wrapping.partition import UnitPlan

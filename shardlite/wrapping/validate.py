@@ -12,7 +12,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import SUMMABLE, Ranks
+from shardlite.comm import Ranks
+from shardlite.comm.collectives import SUMMABLE
 from shardlite.config import MemoryLimit, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from shardlite.checkpoint.contents import Run, check_keys, generators, kind_of, names_of, pickled, states_in, unpickled
-from shardlite.comm import Mapping as SharedMemory
-from shardlite.comm import has_fixed_size, make_memory, physical_memory
+from shardlite.comm.transport.shared_memory.heap import Mapping as SharedMemory
+from shardlite.comm.transport.shared_memory.heap import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
