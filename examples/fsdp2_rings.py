@@ -22,19 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardlite import LayoutError, Route
-from shardlite.comm import (
-    SUMMABLE,
-    Operation,
-    ProgramStreams,
-    StoreMean,
-    StreamQueue,
-    Transport,
-    Work,
-    all_gather,
-    connect,
-    make_queue,
-    reduce_scatter,
-)
+from shardlite.comm import Operation, ProgramStreams, StreamQueue, Transport, Work, all_gather
+from shardlite.comm.collectives import SUMMABLE, StoreMean, reduce_scatter
+from shardlite.comm.streams import make_queue
+from shardlite.comm.transport.select import connect
 from shardlite.lab.train.gpt import GPT, GPTConfig
 
 

@@ -37,7 +37,7 @@ class EMA:
 
     Averages start as the current weights. They have the precision in which weights are kept, at least fp32. At any
     stage and number of ranks the averages are bit-equal to those of `torch.optim.swa_utils.get_ema_multi_avg_fn` on
-    whole parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0,
+    full parameters. Each rank averages the weights that it keeps, without communication: all weights at stage 0,
     1/W of the weights at other stages.
 
     Frozen parameters have no average, and take no memory for one. If a parameter is unfrozen, it is averaged from its
@@ -147,7 +147,7 @@ class EMA:
                 self._exchange()
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
-        """Return the averaged model as whole tensors, as `model.full_state_dict(rank=rank)` does. Collective.
+        """Return the averaged model as full tensors, as `model.full_state_dict(rank=rank)` does. Collective.
 
         Entries without an average have the model's values. The call swaps weights and averages, and swaps them back at
         its end, so call this method between a step and the next forward.
@@ -157,7 +157,7 @@ class EMA:
                 the tensors.
 
         Returns:
-            Whole tensors by name.
+            Full tensors by name.
 
         Raises:
             PhaseError: the call is inside a forward, `gathered()`, or `swapped()` of another `EMA`.

@@ -65,7 +65,7 @@ class NonFiniteWarning(UserWarning):
 
 
 class ShardWarning(UserWarning):
-    """The program computed a value from a shard as if it were the whole parameter, or a trainer shards nothing."""
+    """The program computed a value from a shard as if it were the full parameter, or a trainer shards nothing."""
 
 
 class NonFiniteError(ShardLiteError, ArithmeticError):

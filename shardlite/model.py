@@ -1,11 +1,11 @@
 """`ShardLite`: a model whose parameters, gradients and optimizer state are sharded over ranks."""
 
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial, wraps
-from inspect import isgenerator, ismethod
+from functools import partial
+from inspect import ismethod
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from shardlite_kernels import chunk_memory
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
-from shardlite.comm import GroupLike, Sent, Transport, agree, all_gather_json, problem_in, ranks_of, share
+from shardlite.comm import GroupLike, Ranks, Transport, problem_in, ranks_of
+from shardlite.comm.context import share
+from shardlite.comm.traffic import Sent
 from shardlite.config import (
     MemoryLimit,
     Precision,
@@ -25,81 +26,42 @@ from shardlite.config import (
     with_environment,
 )
 from shardlite.engine import (
-    NO_COPY,
     NO_GRAPH,
-    Backward,
     Batch,
-    Buffers,
-    FullParameters,
-    InBackwardOptimizer,
-    Join,
-    ModuleHooks,
-    OptimizerBridge,
     PartLoop,
-    Shards,
-    WeightStream,
-    allow_conversions,
     capture,
     cast_floats,
-    cast_inputs,
-    gather_param,
+    connect,
+    disconnect,
     in_backward,
     install_patches,
-    param_locations,
-    pieces_of,
-    refuse_conversions,
-    register_model,
-    take_inputs_as_they_are,
-    unregister_model,
+    method_of_module,
+    running,
+    uncompiled,
 )
-from shardlite.errors import LayoutError, PhaseError, check_int, check_rank, some_of
-from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
+from shardlite.errors import LayoutError, PhaseError, check_rank, some_of
+from shardlite.full import NO_COPY
+from shardlite.grads import Mode
 from shardlite.optim import accumulating, living
 from shardlite.optimizers import hand_over, judge
-from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
-from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
+from shardlite.weights import outside_transforms
 from shardlite.wrapping import (
     Init,
     Options,
-    Plan,
     UnitPolicy,
     UnitRule,
     agree_on_plan,
-    broadcast_buffers,
-    broadcast_init,
-    broadcast_values,
-    build_units,
-    flats_of,
-    needs,
-    part_of,
-    placement_of,
-    validate,
+    broadcast_full,
+    unmark_wrapped,
+    wrap,
 )
-
-# `torch.compiler.disable` would import the compiler here. PyTorch's private form imports it at the first call.
-_uncompiled = torch._disable_dynamo
 
 
 def _trim(transports: Iterable[Transport]) -> None:
     """Return a deleted model's memory to the operating system: idle memory now, other memory when it is freed."""
     for transport in transports:
         transport.trim(keep=0)
-
-
-class _Uncompiled:
-    """Exclude a context manager from `torch.compile`."""
-
-    def __init__(self, manager: AbstractContextManager[None]) -> None:
-        self._manager = manager
-
-    @_uncompiled
-    def __enter__(self) -> None:
-        self._manager.__enter__()
-
-    @_uncompiled
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self._manager.__exit__(*raised)
 
 
 _OF_DDP = {
@@ -150,7 +112,7 @@ class ShardLite(nn.Module):
             the second dimension.
         ignore: modules and parameters that are not sharded. Each rank trains its own copies of them, and the gradients
             of these copies are not averaged.
-        replicate: modules and parameters that every rank keeps whole at any stage, for example a router or a module
+        replicate: modules and parameters that every rank keeps in full at any stage, for example a router or a module
             that is called outside of the model's forward. Their gradients are averaged, at the end of the backward, and
             every rank steps them, as at stage 0. The module's own parameters can be read at any time. Quantized weights
             of torchao may be here, if they are frozen, or in `ignore`.
@@ -210,18 +172,13 @@ class ShardLite(nn.Module):
         super().__init__()
         install_patches()
         check_records(route, precision)
-        self.stage, self.precision, self.module = stage, precision, module
-        self._ignored_modules, self._ignored = validate.split_entries("ignore", ignore)
-        _, replicated = validate.split_entries("replicate", replicate)
-        self._compound = validate.take_compound(replicated) - self._ignored
-        self._ignored |= self._compound
         options = Options(
             stage=stage,
             units=units,
             precision=precision,
             reshard_after_forward=reshard_after_forward,
-            ignored=self._ignored,
-            replicated=replicated,
+            ignore=ignore,
+            replicate=replicate,
             device=device,
             init=init,
             prefetch=prefetch,
@@ -230,12 +187,9 @@ class ShardLite(nn.Module):
             memory_limit=memory_limit_of(memory_limit),
             timeout=timeout,
         )
-        self._forwards = 0  # number of running forwards
+        self.stage, self.precision, self.module = stage, precision, module
         self._unsynced: ExitStack | None = None
-        plan = self._agree(options, group)
-        self._allocate(plan, options)
-        self._connect(options)
-        self._install(plan)
+        self._wrap(options, ranks_of(group))
 
     # ---- behavior of a module ---------------------------------------------------------------------------------------
 
@@ -279,7 +233,7 @@ class ShardLite(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's shards under the original names.
 
-        A shard is a view of the memory that the optimizer steps. If this rank keeps the whole parameter, the shard has
+        A shard is a view of the memory that the optimizer steps. If this rank keeps the full parameter, the shard has
         the original shape. Otherwise the shard has shape `[k, 1, ...]`, with the original number of dimensions and `k`
         elements, which may be 0.
         Ignored parameters are yielded unchanged.
@@ -347,7 +301,7 @@ class ShardLite(nn.Module):
         Args:
             set_to_none: whether to set gradients to `None` instead of zero.
         """
-        self._recover()
+        self._bridge.hooks.recover()
         super().zero_grad(set_to_none)
         self._reducer.discard()
         self._bridge.forget_counts()
@@ -366,49 +320,9 @@ class ShardLite(nn.Module):
             if name == "module":
                 raise
             value = getattr(self.module, name)
-        return self._method(value) if ismethod(value) and value.__self__ is self.module else value
-
-    def _method(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with self._running():
-                results = method(*args, **kwargs)
-            if isgenerator(results):
-                return self._steps(results)
-            for each in tree_leaves(results):
-                if isinstance(each, Optimizer):
-                    # The module has built this optimizer from its own parameters, but an optimizer must step shards.
-                    hand_over(each, self._bridge)
-            return results
-
-        return call
-
-    def _steps(self, generator: Generator[Any, Any, Any]) -> Generator[Any, Any, Any]:
-        """Yield what a generator yields. Its body runs as a method does, and the code between its steps does not."""
-        advance = partial(next, generator)
-        while True:
-            with self._running():
-                try:
-                    value = advance()
-                except StopIteration as end:
-                    return end.value
-            try:
-                advance = partial(generator.send, (yield value))
-            except GeneratorExit:
-                generator.close()
-                raise
-            except BaseException as error:
-                advance = partial(generator.throw, error)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Let code inside the context use the module's weights. Every rank must enter the context."""
-        self._forwards += 1
-        try:
-            with self._context.reporting_failures(), _Uncompiled(self._hooks.around()):
-                yield
-        finally:
-            self._forwards -= 1
+        if ismethod(value) and value.__self__ is self.module:
+            return method_of_module(value, self._running, partial(hand_over, model=self._bridge))
+        return value
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Raise `LayoutError` for `copy.copy` and `pickle`, because connections to other ranks cannot be copied."""
@@ -460,8 +374,9 @@ class ShardLite(nn.Module):
             >>> model = ShardLite(module)
             >>> model.adopt(optimizer)
         """
-        self._recover()
-        hand_over(optimizer, self._bridge, partial(self._agree_on_call, "adopt", subject="optimizers"))
+        self._bridge.hooks.recover()
+        agree = partial(self._context.agree, "adopt", subject="optimizers", loads=False)
+        hand_over(optimizer, self._bridge, agree)
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
         """Iterate over this rank's parts of a global batch. The model must be wrapped with `Route(order="tree")`.
@@ -493,7 +408,7 @@ class ShardLite(nn.Module):
             raise LayoutError(
                 "parts(): this model adds in the order of the ring: wrap it with route=Route(order='tree', parts=P)"
             )
-        self._recover()
+        self._bridge.hooks.recover()
         self._reducer.discard()  # drops the gradients of a loop that was left early
         return self._over_parts(self._parts, step, seed)
 
@@ -532,7 +447,7 @@ class ShardLite(nn.Module):
         self._refuse_with_parts("no_sync()")
         if not sharded:
             return self._accumulating(Mode.LOCAL)
-        keeps = self._context.replicas is not None or self._in_backward.steps() is not None
+        keeps = self._context.replicas is not None or self._bridge.in_backward.steps() is not None
         return self._accumulating(Mode.KEPT if keeps else Mode.SHARDED)
 
     def count_items(self, items: float | Tensor) -> None:
@@ -587,7 +502,7 @@ class ShardLite(nn.Module):
         """
         if reduction not in ("mean", "sum"):
             raise ValueError(f"set_gradient_reduction() takes 'mean' or 'sum', got {reduction!r}")
-        self._recover()
+        self._bridge.hooks.recover()
         scale, divides = self._bridge.scale, reduction == "mean"
         if not divides and scale.is_next_counted:
             raise PhaseError(
@@ -622,7 +537,7 @@ class ShardLite(nn.Module):
     @contextmanager
     def _accumulating(self, mode: Mode) -> Iterator[None]:
         own = (param for param in self.module.parameters() if param in self._ignored or self._placement.single_rank)
-        with accumulating(own), self._backward.accumulating(mode):
+        with accumulating(own), self._bridge.backward.accumulating(mode):
             yield
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -645,7 +560,7 @@ class ShardLite(nn.Module):
             >>> norm = model.clip_grad_norm_(1.0)
             >>> optimizer.step()
         """
-        self._in_backward.refuse("clip_grad_norm_")
+        self._bridge.in_backward.refuse("clip_grad_norm_")
         self._bridge.check_reduced("clip_grad_norm_")
         clipper = self._bridge.clipper
         norm = clipper.norm(norm_type)
@@ -721,7 +636,9 @@ class ShardLite(nn.Module):
         models = [self, *also]
         for model in models:
             model._refuse_with_parts("join()")
-        return self._join.over(batches, [model._reducer for model in models], [model._recover for model in models])
+        return self._join.over(
+            batches, [model._reducer for model in models], [model._bridge.hooks.recover for model in models]
+        )
 
     @property
     def joined(self) -> bool:
@@ -752,7 +669,7 @@ class ShardLite(nn.Module):
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers
         - `staging`: memory for partial sums, 8-bit codes, broadcast values and, in `full_state_dict()` and
-          `full_parameters()`, whole weights that arrive from other ranks
+          `full_parameters()`, full weights that arrive from other ranks
         - `copies`: copies of the shards, made by `gathered(writeback=True)` before the program changes weights
         - `chunks of a step`: intermediate values of an optimizer's step on a CPU, for all models in the process
         - `messages`, `mailboxes`, `pinned memory`: memory of the transport, for all models over the same ranks
@@ -775,7 +692,7 @@ class ShardLite(nn.Module):
         Example:
             >>> model.memory()["gather buffers"].peak
         """
-        if self._hooks.is_thread_of_model:
+        if self._bridge.hooks.is_thread_of_model:
             self._bridge.track_memory()
         else:
             self.ledger.awaits_step = True
@@ -783,9 +700,9 @@ class ShardLite(nn.Module):
             self.ledger.track("chunks of a step", tensor)
         held = self._context.held()
         if process:
-            whole = process_memory(self._context.device)
+            every = process_memory(self._context.device)
             explained = sum(each.now for purpose, each in held.items() if purpose not in not_on(self._context.device))
-            held |= {"process": whole, "unexplained": Held(whole.now - explained, whole.now - explained)}
+            held |= {"process": every, "unexplained": Held(every.now - explained, every.now - explained)}
         return held
 
     def traffic(self) -> Mapping[str, Mapping[str, Sent]]:
@@ -834,9 +751,9 @@ class ShardLite(nn.Module):
             >>> with model.gathered("head.weight"), torch.no_grad():
             ...     model.module.head.weight.zero_()
         """
-        self._recover()
-        self._backward.follow_requires_grad()
-        return self._full.gathered(names, writeback=writeback)
+        self._bridge.hooks.recover()
+        self._bridge.backward.follow_requires_grad()
+        return self._full.gathered(names, self._bridge.backward.calls, writeback=writeback)
 
     def full_state_dict(self, *, rank: int | None = None) -> dict[str, Tensor]:
         """Return copies of all parameters and persistent buffers, with original names and shapes. Collective.
@@ -849,7 +766,7 @@ class ShardLite(nn.Module):
                 the copies.
 
         Returns:
-            Whole tensors by name.
+            Full tensors by name.
 
         Raises:
             NonFiniteError: an in-backward step had gradients that were not finite.
@@ -860,15 +777,15 @@ class ShardLite(nn.Module):
         Example:
             >>> torch.save(model.full_state_dict(rank=0), "model.pt")
         """
-        self._recover()
+        self._bridge.hooks.recover()
         check = partial(check_rank, "full_state_dict", rank, self._context.world_size)
-        self._agree_on_call("full_state_dict", problem_in(check, self._in_backward.check))
+        self._context.agree("full_state_dict", problem_in(check, self._bridge.in_backward.check), loads=False)
         return self._full.state_dict(rank)
 
     def full_parameters(
         self, dtype: torch.dtype | None = None, max_bytes: int | None = None, trainable: bool = False
     ) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over whole parameters on the model's device, for example to send them to an inference engine.
+        """Iterate over full parameters on the model's device, for example to send them to an inference engine.
 
         Collective: every rank must run the whole loop. One unit is gathered at a time, while the next is on its way.
         Parameters come in the order of units, under their original names. A tied parameter comes under each of its
@@ -902,32 +819,16 @@ class ShardLite(nn.Module):
         Example:
             >>> inference_model.load_weights(model.full_parameters(dtype=torch.bfloat16))
         """
-        self._recover()
-        pieces: Any = []
-        names = self._full.names()
-        kept = {param for param in names if param.requires_grad or not trainable}
+        self._bridge.hooks.recover()
 
         def check() -> None:
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
-            if max_bytes is not None:
-                check_int("full_parameters(max_bytes=...), a number of bytes,", max_bytes)
-            self._check_unused("full_parameters()")
-            pieces[:] = pieces_of(self._units, dtype=dtype, only=kept, max_bytes=max_bytes)
+            self._bridge.in_backward.check()
+            self._bridge.hooks.check_outside("full_parameters()")
 
-        problem = problem_in(self._in_backward.check, check)
-        facts = [f"full_parameters(dtype={dtype}, max_bytes={max_bytes}, trainable={trainable})"]
-        self._agree_on_call("full_parameters()", problem, facts, "calls")
-        self._bridge.gatherer.settle()
-        yield from self._stream.over(pieces, names, max_bytes)
-        self._context.trim(keep=0)
-        for param in names:
-            if param in kept and param in self._ignored:
-                own = param.detach() if dtype is None else cast_floats(param.detach(), dtype)
-                yield from ((name, own.clone()) for name in names[param])
+        yield from self._full.parameters(dtype, max_bytes, check, trainable=trainable)
 
     def full_grad(self, name: str) -> Tensor | None:
-        """Return a copy of the whole gradient of one parameter, as `.grad` has it in a plain model. Collective.
+        """Return a copy of the full gradient of one parameter, as `.grad` has it in a plain model. Collective.
 
         Call this between the backward and `zero_grad()`. The gradient is the one that the optimizer sees: averaged over
         ranks, divided by counts, or summed. If it was clipped or multiplied by the scale of a gradient scaler, so is
@@ -949,44 +850,29 @@ class ShardLite(nn.Module):
             >>> loss.backward()
             >>> model.full_grad("head.weight").norm()
         """
-        place, fact, problem = None, f"full_grad({name!r})", None
-        try:
-            place = self._place_of_gradient(name)
-            fact += " of a parameter without a gradient" * (place[0].shards[place[1]].grad is None)
-        except (LayoutError, PhaseError) as error:
-            problem = error
-        self._agree_on_call("full_grad()", problem, [fact], "calls")
-        assert place is not None, "`agree` has raised any problem"
-        flat, index = place
-        if (grad := flat.shards[index].grad) is None:
-            return None
-        with torch.no_grad():
-            grad = grad.to_dense() if grad.is_sparse else grad.detach()
-            return gather_param(self._context, flat, index, grad.reshape(-1))
+        return self._full.gradient(name, self._check_gradients)
 
-    def _place_of_gradient(self, name: str) -> tuple[Flat, int]:
-        """Return the flat (flat parameter) of the parameter `name` and its index, if its gradient can be gathered."""
-        self._recover()
+    def _check_gradients(self) -> None:
+        """Raise unless gradients can be gathered."""
+        self._bridge.hooks.recover()
         if in_backward():
             raise PhaseError("full_grad(): a backward is running: call it after the backward")
-        flat, index = self._full.find(name, self._ignored)
-        if not flat.params[index].requires_grad:
-            raise LayoutError(f"full_grad(): parameter {name!r} is frozen, so it has no gradient")
-        self._in_backward.refuse("full_grad()")
-        self._bridge.check_reduced("full_grad()", local=self._placement.single_rank and self._backward.accumulates())
+        self._bridge.in_backward.refuse("full_grad()")
+        self._bridge.check_reduced(
+            "full_grad()", local=self._placement.single_rank and self._bridge.backward.accumulates()
+        )
         if all(shard.grad is None for shard in self._bridge.shards):
             raise PhaseError("full_grad(): there are no gradients: call it between a backward and zero_grad()")
-        return flat, index
 
     def load_full_state_dict(self, state_dict: Mapping[str, Tensor] | None, strict: bool = True) -> Any:
-        """Load whole tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
+        """Load full tensors from rank 0: the state dict of a plain model, or the result of `full_state_dict()`.
 
         Collective.
 
         Ignored parameters and the optimizer state are not changed.
 
         Args:
-            state_dict: whole tensors by name. Used on rank 0 only.
+            state_dict: full tensors by name. Used on rank 0 only.
             strict: whether names must match those of the model. If `False`, parameters and buffers that `state_dict`
                 lacks keep their values, and names that the model lacks are ignored.
 
@@ -999,34 +885,18 @@ class ShardLite(nn.Module):
         Example:
             >>> model.load_full_state_dict(plain.state_dict())
         """
-        self._recover()
+        self._bridge.hooks.recover()
         given = state_dict or {}
-        misfit = self._full.misfit(given, strict=strict, whole=True) if self._context.rank == 0 else None
-        self._agree_on_call("load_full_state_dict", misfit, loads=strict)
+        misfit = self._full.misfit(given, strict=strict, full=True) if self._context.rank == 0 else None
+        self._context.agree("load_full_state_dict", misfit, loads=strict)
         self._bridge.gatherer.settle()
-        entries = self._full.entries()
-        names = self._full.other_names(given)
-        timeout, watch = self._context.timeout, self._context.reports.watching
-        for group in self._groups.all:
-            names = all_gather_json(group, names, "load_full_state_dict", timeout, watch=watch)[0]
-        missing, unexpected = names
-        kept = self._full.state_dict(0, missing) if missing else {}
-        source = {entry: kept.get(name, entry) for name, entry in entries.items()}
-        # `given` may have any of the names of a tied tensor.
-        source.update({entry: given[name] for name, entry in entries.items() if name in given})
-        for unit in self._units:
-            broadcast_values(unit, self._context, lambda param: source[param])
-        with torch.no_grad():
-            for entry, value in source.items():
-                if not isinstance(entry, nn.Parameter) and self._context.rank == 0:
-                    entry.copy_(value)
-        broadcast_buffers(self.module, self._context)
-        self._context.trim(keep=0)
+        missing, unexpected, source = self._full.source_of(given)
+        broadcast_full(self.module, self._units, self._context, source)
         self._bridge.mark_changed()
         return _IncompatibleKeys(missing, unexpected)
 
     def unwrap(self) -> nn.Module:
-        """Return the wrapped module as a plain module, with whole weights on every rank. Collective.
+        """Return the wrapped module as a plain module, with full weights on every rank. Collective.
 
         Call this before you use another wrapper or trainer, `torch.optim.swa_utils.AveragedModel` or
         `save_pretrained()`. The parameters are the same objects that were wrapped, in the precision in which the model
@@ -1044,62 +914,28 @@ class ShardLite(nn.Module):
             >>> module = model.unwrap()
             >>> module.save_pretrained("weights")
         """
-        self._recover()
-        self._agree_on_call("unwrap", problem_in(self._check_idle))
+        self._bridge.hooks.recover()
+        self._context.agree("unwrap", problem_in(self._check_idle), loads=False)
         self._bridge.gatherer.settle()
         module = self.module
         self._full.make_plain()
-        validate.unmark_wrapped(self._units)
-        self._hooks.uninstall()
-        take_inputs_as_they_are(self._dtypes.inputs)
-        allow_conversions(module)
-        unregister_model(self._bridge)
+        unmark_wrapped(self._units)
+        disconnect(self._bridge, module, self._dtypes.inputs)
         for name in vars(self).keys() - vars(nn.Module()).keys():
             delattr(self, name)
         self._modules.clear()
         self._unwrapped = True
         return module
 
-    def _agree_on_call(
-        self,
-        what: str,
-        problem: Exception | None,
-        facts: Sequence[str] = (),
-        subject: str = "models",
-        *,
-        loads: bool = False,
-    ) -> None:
-        """Raise an error on every rank if any rank has a problem with a call, or other facts. Collective.
-
-        Unless the call loads weights, it needs weights of the same step on all ranks.
-        """
-        context = self._context
-        agree(
-            self._groups,
-            facts,
-            problem,
-            what=what,
-            timeout=context.timeout,
-            subject=subject,
-            watch=context.reports.watching,
-            version=context.version,
-            loads=loads,
-        )
-
-    def _check_unused(self, call: str) -> None:
-        """Raise inside a forward, a backward or `gathered()`."""
-        if self._hooks.running() or any(unit.users for unit in self._units):
-            raise PhaseError(f"{call}: call it outside of forwards, backwards and `gathered()`")
-
     def _check_idle(self) -> None:
         """Raise inside a forward, a backward, `gathered()` or `EMA.swapped()`, or if gradients are accumulated."""
-        self._check_unused("unwrap()")
-        if self._backward.accumulates() or self._reducer.accumulates:
+        self._bridge.hooks.check_outside("unwrap()")
+        if self._bridge.backward.accumulates() or self._reducer.accumulates:
             raise PhaseError(
                 "unwrap(): gradients are accumulated, and not reduced: call it outside of no_sync() and parts(), after "
                 "a step or zero_grad() of the model"
             )
-        self._in_backward.announce_change()
+        self._bridge.in_backward.announce_change()
 
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
@@ -1109,7 +945,7 @@ class ShardLite(nn.Module):
         Each parameter is a `ShardTensor`, which `torch.distributed.checkpoint` (DCP) saves and loads at any world size.
         Buffers, and all parameters at stage 0, are plain tensors. The tensors share memory with the model, so DCP loads
         into the model. Call `load_state_dict()` after `dcp.load`. `torch.save` writes this rank's elements only. For
-        whole tensors call `full_state_dict()`. To save a run call `shardlite.save`.
+        full tensors call `full_state_dict()`. To save a run call `shardlite.save`.
 
         Args:
             destination, prefix: as for `nn.Module.state_dict`. The state dict of an enclosing module passes them.
@@ -1123,7 +959,7 @@ class ShardLite(nn.Module):
             >>> torch.distributed.checkpoint.load(state, checkpoint_id="checkpoint")
             >>> model.load_state_dict(state["model"])
         """
-        self._recover()
+        self._bridge.hooks.recover()
         entries = {f"{prefix}{name}": value for name, value in self._full.sharded_state_dict().items()}
         if destination is None:
             return entries
@@ -1135,7 +971,7 @@ class ShardLite(nn.Module):
 
         Args:
             state_dict: either the `state_dict()` of a model with the same ranks, stage and units, or a dictionary of
-                whole tensors. From each whole tensor, a rank loads the part that it keeps.
+                full tensors. From each full tensor, a rank loads the part that it keeps.
             strict: whether names must match those of the model.
             assign: must be `False`, because shards are views of one block of memory.
 
@@ -1149,13 +985,13 @@ class ShardLite(nn.Module):
         Example:
             >>> model.load_state_dict(other.state_dict())
         """
-        self._recover()
+        self._bridge.hooks.recover()
         problem = self._full.misfit(state_dict, strict=strict)
         if assign:
             problem = LayoutError(
                 "load_state_dict(assign=True): shards are views of one block of memory: leave assign=False"
             )
-        self._agree_on_call("load_state_dict", problem, loads=strict)
+        self._context.agree("load_state_dict", problem, loads=strict)
         self._bridge.gatherer.settle()
         self._full.take_sharded(state_dict)
         self._bridge.mark_changed()
@@ -1183,118 +1019,35 @@ class ShardLite(nn.Module):
 
     # ---- construction -----------------------------------------------------------------------------------------------
 
-    def _agree(self, options: Options, group: GroupLike) -> Plan:
-        """Plan the units, check that all ranks have the same plan, and connect the ranks."""
-        self._groups = ranks_of(group)
-        plan = agree_on_plan(self.module, options, self._groups, ShardLite)
+    def _wrap(self, options: Options, ranks: Ranks) -> None:
+        """Plan the units with all ranks, allocate them, and build and install what drives them."""
+        plan = agree_on_plan(self.module, options, ranks, ShardLite)
         if options.memory_limit is not None:
             from shardlite.plan import check_memory_limit  # late: few programs set a limit
 
-            check_memory_limit(self.module, plan, options, self._groups.shards)
-        self._context = share(self._groups, plan.device, options.timeout, options.route)
-        self.ledger, self.trace, self._dtypes = self._context.ledger, self._context.trace, plan.dtypes
-        return plan
-
-    def _allocate(self, plan: Plan, options: Options) -> None:
-        """Allocate shards, move rank 0's values into them, and initialize parameters on the meta device.
-
-        Raises:
-            LayoutError: a parameter is not initialized. Raised on every rank. The module can no longer be used.
-        """
-        context = self._context
-        self._placement = placement_of(plan, options, context.transport.rank, context.world_size)
-        self._units = build_units(plan, self._placement)
-        error = broadcast_init(plan.units, self._units, self.module, options.init, context)
-        validate.mark_wrapped(self._units)
-        agree(self._groups, [], error, what="initial values", timeout=context.timeout)
-        broadcast_buffers(self.module, context, self._compound)
-        for flat in flats_of(self._units):
-            for memory in (flat.local, flat.low, flat.full):
-                if memory is not None:
-                    self.ledger.track("parameters", memory)
-        for buffer in self.module.buffers():
-            self.ledger.track("buffers", buffer)
-        context.trim(keep=0)
-        weakref.finalize(self, _trim, context.transports).atexit = False
-
-    def _connect(self, options: Options) -> None:
-        """Build the objects that drive the units, from the bottom up: weights, gradients, hooks, optimizers."""
-        context, units, single_rank = self._context, self._units, self._placement.single_rank
-        diagnose, parts, flats = options.precision.diagnose, options.route.parts, flats_of(self._units)
-        gatherer: Gatherer | ResidentWeights
-        if self._placement.permanent:
-            gatherer = ResidentWeights(units, context)
-        else:
-            gatherer = Gatherer(units, context, prefetch=options.prefetch)
-        shards = Shards(units, self.trace)
-        self._in_backward = InBackwardOptimizer(shards, gatherer)
-        self._join = Join(context)
-        self._parts = None if parts is None else PartLoop(parts, context)
-        self._first_ranks = Buffers(self.module, context, self._ignored_modules) if options.buffers == "rank0" else None
-        reduced = [] if single_rank else units
-        self._reducer = Reducer(reduced, context, stage=self.stage, diagnose=diagnose, parts=parts)
-        begin_steps = self._in_backward.prepare_backward
-        self._stream = WeightStream(context)
-        self._backward = Backward(
-            self._reducer, gatherer, units, context.streams, begin_steps, stream=self._stream, parts=self._parts
-        )
-        self._full = FullParameters(self.module, units, context, gatherer, self._backward.calls)
-        self._hooks = ModuleHooks(self._backward, gatherer)
-        accumulates = self._backward.accumulates
-        scale = SoloScale(flats, context.device, accumulates) if single_rank else self._reducer.scale
-        solo = SoloGradientFlags(flats, context.device, diagnose=diagnose) if single_rank else None
-        nonfinite = solo.nonfinite if solo else self._reducer.results.nonfinite
-        step_options = self._reducer.results.options
-        self._bridge = OptimizerBridge(
-            shards=shards,
-            scale=scale,
-            skips=Skips(nonfinite, context.device, context.rank, explain=step_options.check, warns=not diagnose),
-            step_options=step_options,
-            clipper=Clipper(
-                flats, context, self._reducer.results.reduced_norm, step_options.note, by_blocks=self._parts is not None
-            ),
-            context=context,
-            ranks=self._groups,
-            in_backward=self._in_backward,
-            backward=self._backward,
-            hooks=self._hooks,
-            gatherer=gatherer,
-            place=f"rank {context.rank} of {context.world_size} (stage {self.stage})",
-            part=part_of(units),
-            judge=judge,
-        )
-
-    def _install(self, plan: Plan) -> None:
-        """Hook the module, its gradients and all optimizers."""
-        refuse_conversions(self.module, self._ignored_modules, self._ignored)
-        cast_inputs(self._dtypes.inputs, self._dtypes.outside)
-        if not self._placement.single_rank:
-            modules = needs(self.module, plan.units, self._units)
-            roots = [unit.module for unit in plan.units]
-            self._hooks.install(modules, param_locations(self.module, self._units), roots, keeps=self._bridge)
-            self._bridge.shards.attach(self._hooks, self._backward)
-        self._backward.catch_gradients()
-        register_model(self._bridge)
+            check_memory_limit(self.module, plan, options, ranks.shards)
+        self._context = share(ranks, plan.device, options.timeout, options.route)
+        self.ledger, self.trace = self._context.ledger, self._context.trace
+        wrapped = wrap(self.module, plan, options, self._context)
+        weakref.finalize(self, _trim, self._context.transports).atexit = False
+        self._units, self._placement = wrapped.units, wrapped.placement
+        self._ignored, self._dtypes = options.ignored, plan.dtypes
+        self._bridge, self._reducer, self._full, self._join, self._parts, self._first_ranks = connect(wrapped, judge)
+        self._running = partial(running, self._context, self._bridge.hooks)
         for optimizer in living():
             hand_over(optimizer, self._bridge)
 
-    def _recover(self) -> None:
-        """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
-        self._hooks.check_thread()
-        self._stream.check_closed()
-        if self._forwards == 0:
-            self._hooks.reset()
-        self._backward.repair()
-
-    @_uncompiled
+    @uncompiled
     def _share_buffers(self) -> None:
         if self._first_ranks is not None and not in_backward():
             with outside_transforms():
-                self._first_ranks.before_forward(trains=torch.is_grad_enabled() and not self._backward.accumulates())
+                self._first_ranks.before_forward(
+                    trains=torch.is_grad_enabled() and not self._bridge.backward.accumulates()
+                )
 
-    @_uncompiled
+    @uncompiled
     def _ready_for_forward(self) -> None:
-        self._recover()
+        self._bridge.hooks.recover()
         self._bridge.shards.check()
 
 
@@ -1313,7 +1066,7 @@ class ModelState:
     def __init__(self, model: ShardLite) -> None:
         if not isinstance(model, ShardLite):
             raise TypeError(f"expected a ShardLite model, got {type(model).__name__}: wrap it first")
-        self.ranks, self.context, self.units = model._groups, model._context, model._units
+        self.ranks, self.context, self.units = model._context.ranks, model._context, model._units
         self.bridge, self.full = model._bridge, model._full
         self.ignored = model._ignored
         """Parameters that each rank trains by itself."""

@@ -13,15 +13,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import (
-    Peers,
-    device_ring,
-    flag_numel,
-    ring_failure,
-    ring_reduce_scatter,
-    ring_reduce_scatter_reference,
-    slots_nbytes,
-)
+from shardlite_kernels import device_ring
+from shardlite_kernels.device_ring import ring_reduce_scatter, ring_reduce_scatter_reference
+from shardlite_kernels.signals import Peers, flag_numel, ring_failure, slots_nbytes
 from torch import Tensor
 
 from bench.gpu.report import Report, milliseconds, synchronize

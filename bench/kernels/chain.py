@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from itertools import product
 
 import torch
-from shardlite_kernels import State, cast, hop, new_stats, scale, stats_total
+from shardlite_kernels import State, cast, hop, new_stats
+from shardlite_kernels.scale import scale
+from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
 from bench.kernels.inputs import MASTERS, exact_weights, gradient, nbytes, state_of

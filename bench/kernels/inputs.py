@@ -9,20 +9,13 @@ Legend: `S` elements, `G = ceil(S / 32)` groups.
 from __future__ import annotations
 
 import torch
-from shardlite_kernels import (
-    FORMATS,
-    SCALE_BLOCK,
-    CpuStep,
-    Hyper,
-    State,
-    Table,
-    adamw_scalars,
-    encode,
-    hyper_table,
-    keys,
-    split_reference,
-)
+from shardlite_kernels import FORMATS, SCALE_BLOCK, Hyper, State, Table
+from shardlite_kernels.adamw_cpu import CpuStep
 from shardlite_kernels.launch import INTERPRET
+from shardlite_kernels.moments import encode
+from shardlite_kernels.noise import keys
+from shardlite_kernels.scalars import adamw_scalars, hyper_table
+from shardlite_kernels.split import split_reference
 from torch import Tensor
 
 HYPER = Hyper(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

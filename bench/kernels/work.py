@@ -15,39 +15,18 @@ from functools import partial
 from itertools import product
 
 import torch
-from shardlite_kernels import (
-    FORMATS,
-    State,
-    adamw,
-    adamw_cpu,
-    adamw_reference,
-    add_rows,
-    add_rows_adamw,
-    add_rows_adamw_cpu,
-    add_rows_reference,
-    cast,
-    cast_reference,
-    dequantize,
-    dequantize_reference,
-    encode,
-    hop,
-    hop_reference,
-    join,
-    join_reference,
-    new_stats,
-    quantize,
-    quantize_reference,
-    reduce_adamw,
-    reduce_adamw_cpu,
-    scale,
-    scale_reference,
-    split,
-    split_reference,
-    stats,
-    stats_block,
-    stats_reference,
-)
+from shardlite_kernels import FORMATS, State, add_rows, cast, hop, new_stats, split, stats, stats_block
+from shardlite_kernels.adamw import adamw, adamw_reference, add_rows_adamw, reduce_adamw
+from shardlite_kernels.adamw_cpu import adamw_cpu, add_rows_adamw_cpu, reduce_adamw_cpu
+from shardlite_kernels.cast import cast_reference
+from shardlite_kernels.hop import hop_reference
 from shardlite_kernels.launch import SCALE_BLOCK
+from shardlite_kernels.moments import encode
+from shardlite_kernels.quantize import dequantize, dequantize_reference, quantize, quantize_reference
+from shardlite_kernels.rows import add_rows_reference
+from shardlite_kernels.scale import scale, scale_reference
+from shardlite_kernels.split import join, join_reference, split_reference
+from shardlite_kernels.stats import stats_reference
 from torch import Tensor
 
 from bench.kernels.inputs import (

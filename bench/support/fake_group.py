@@ -20,7 +20,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
-from shardlite_kernels import adamw, adamw_cpu, add_rows, add_rows_adamw, hop, reduce_adamw, stats
+from shardlite_kernels import add_rows, hop, stats
+from shardlite_kernels.adamw import adamw, add_rows_adamw, reduce_adamw
+from shardlite_kernels.adamw_cpu import adamw_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

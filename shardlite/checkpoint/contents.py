@@ -83,7 +83,7 @@ def _named_state(model: ShardLite, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def kind_of(optimizer: Optimizer | None) -> str:
-    """Return the name of an optimizer's class, with the class that steps whole parameters, if any."""
+    """Return the name of an optimizer's class, with the class that steps full parameters, if any."""
     kind = type(optimizer).__name__
     return f"{kind}({optimizer.optimizer_class.__name__})" if isinstance(optimizer, WholeParameters) else kind
 

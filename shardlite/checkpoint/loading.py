@@ -205,7 +205,7 @@ class _StateOnDisk:
         self._moments: dict[str, dict[tuple[str | int, ...], str]] = {}
         """Names of entries, by the parameter's name and by the keys in the parameter's state, which may be nested."""
         self._wholes: set[str] = set()
-        """Parameters whose state is that of the whole parameter."""
+        """Parameters whose state is that of the full parameter."""
         self._numbers: set[str] = set()
         """Values that the optimizer keeps once per parameter."""
         self.groups: list[dict[str, Any]] = []
@@ -280,7 +280,7 @@ class _StateOnDisk:
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 
     def _find_wholes(self, optimizer: Optimizer) -> None:
-        """Find the parameters whose state is that of the whole parameter. Drop states that other ranks own."""
+        """Find the parameters whose state is that of the full parameter. Drop states that other ranks own."""
         for name, param in self._params.items():
             if (member := member_of(optimizer, param)) is not None:
                 self._wholes.add(name)
@@ -327,14 +327,14 @@ class _StateOnDisk:
 
     def _check_data(self, added: Sequence[str]) -> None:
         """Check that all data to read exists and is undamaged."""
-        checkpoint, targets, whole = self._checkpoint, dict(self._targets), [*added]
+        checkpoint, targets, objects = self._checkpoint, dict(self._targets), [*added]
         for name, entries in self._moments.items():
             for key, entry in entries.items():
                 if self._is_like(name, key, entry):
                     targets[entry] = self._target(name, torch.empty(self._params[name].shape, device="meta"))
                 else:
-                    whole.append(entry)
-        items = [*checkpoint.object_items(whole)]
+                    objects.append(entry)
+        items = [*checkpoint.object_items(objects)]
         for name, target in targets.items():
             reads = checkpoint.items(name, target)
             found = sum(prod(item.lengths) for item in reads)
@@ -353,7 +353,7 @@ class _StateOnDisk:
         )
 
     def _like(self, name: str) -> Tensor:
-        """Return a tensor of the shape of a whole parameter, which may be outside of the model."""
+        """Return a tensor of the shape of a full parameter, which may be outside of the model."""
         found: Tensor = self._targets.get(self._prefix + name, self._params[name])
         return found
 

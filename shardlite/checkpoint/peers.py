@@ -6,7 +6,8 @@ from collections.abc import Callable
 from copy import copy
 from typing import Any, TypeVar
 
-from shardlite.comm import WeightVersion, all_gather_json, check_versions, problem_in
+from shardlite.comm import all_gather_json, problem_in
+from shardlite.comm.consensus import WeightVersion, check_versions
 from shardlite.errors import CheckpointError
 from shardlite.model import ModelState, ShardLite
 

@@ -1,4 +1,4 @@
-"""Whole optimizer states in the format of a plain run: `optimizer.state_dict()` of one process, or of DDP.
+"""Full optimizer states in the format of a plain run: `optimizer.state_dict()` of one process, or of DDP.
 
 In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer loads, or the loaded optimizer.
 
@@ -8,7 +8,7 @@ In: a wrapped model and its optimizer. Out: a state dict that a plain optimizer 
 The functions rename parameters. `state_dict_patches.py` gathers and cuts their states, one tensor after the other.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
-from shardlite.comm import agree, problem_in
+from shardlite.comm import problem_in
 from shardlite.engine import params_of
 from shardlite.errors import LayoutError, check_optimizer, some_of
 from shardlite.model import ModelState, ShardLite
@@ -31,7 +31,7 @@ from shardlite.params import ShardTensor
 
 
 def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:
-    """Load the whole `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
+    """Load the full `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
 
     Rank 0 sends its state, one tensor after the other, and each rank keeps its part. A state with the names of
     parameters (of an optimizer that was built from `named_parameters()`) is matched by names, also if its groups are
@@ -61,13 +61,13 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
             named.update(_by_name(optimizer, state_dict, names))
             _check_shapes(model, optimizer, named)
 
-    _agree(state, "load_optimizer_state", check)
+    state.context.agree("load_optimizer_state", problem_in(check), loads=False)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_optimizer_state_dict(model, optimizer, named, options=options)
 
 
 def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | None = None) -> dict[str, Any]:
-    """Return the whole state of an optimizer of shards, as a plain optimizer loads it. Collective.
+    """Return the full state of an optimizer of shards, as a plain optimizer loads it. Collective.
 
     Tensors are gathered one after the other. The counterpart is `load_optimizer_state`.
 
@@ -99,26 +99,19 @@ def full_optimizer_state(model: ShardLite, optimizer: Optimizer, *, rank: int | 
         numbers.update((name, index) for index, name in enumerate(_names(model, optimizer)))
 
     state = ModelState(model)
-    _agree(state, "full_optimizer_state", check)
     context = state.context
+    context.agree("full_optimizer_state", problem_in(check), loads=False)
     if not any(context.all_gather_int(len(optimizer.state), "full_optimizer_state")):
         # PyTorch's function would initialize the state by a step, which counts.
         groups = Optimizer.state_dict(optimizer)["param_groups"]
         return {"state": {}, "param_groups": groups} if rank is None or context.rank == rank else {}
     options = StateDictOptions(full_state_dict=True, cpu_offload=rank == 0)
-    whole: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
-    if not whole:
+    full: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=options)
+    if not full:
         return {}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in whole["param_groups"]]
-    states = {numbers[name]: entry for name, entry in whole["state"].items() if entry}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]]
+    states = {numbers[name]: entry for name, entry in full["state"].items() if entry}
     return {"state": dict(sorted(states.items())), "param_groups": groups}
-
-
-def _agree(state: ModelState, what: str, check: Callable[[], None]) -> None:
-    """Raise on every rank if `check` raises on a rank, or if the weights of the ranks are of different steps."""
-    context, problem = state.context, problem_in(check)
-    watch = context.reports.watching
-    agree(state.ranks, [], problem, what=what, timeout=context.timeout, watch=watch, version=context.version)
 
 
 def _names(model: ShardLite, optimizer: Optimizer) -> list[str]:
@@ -137,7 +130,7 @@ def _by_name(optimizer: Optimizer, state_dict: Mapping[str, Any] | None, names: 
     """Return a state with names in place of the numbers of a plain state."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise LayoutError(
-            "load_optimizer_state: rank 0 needs a whole optimizer.state_dict(), with the keys 'state' and "
+            "load_optimizer_state: rank 0 needs a full optimizer.state_dict(), with the keys 'state' and "
             f"'param_groups', got {type(state_dict).__name__}"
         )
     groups = state_dict["param_groups"]

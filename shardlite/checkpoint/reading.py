@@ -192,15 +192,15 @@ class Checkpoint:
         self._read(self.items(name, target), _EntryPlanner(name, target))
 
     def object(self, name: str) -> Any:
-        """Read an object, or a whole tensor.
+        """Read an object, or a full tensor.
 
         Raises:
             CheckpointError: loading the object could execute code.
         """
         size = self.size_of(name)
-        whole = None if size is None else torch.empty(size, dtype=self.entries[name].properties.dtype)
-        planner = _EntryPlanner(name, whole)
-        self._read(self.items(name, whole), planner)
+        full = None if size is None else torch.empty(size, dtype=self.entries[name].properties.dtype)
+        planner = _EntryPlanner(name, full)
+        self._read(self.items(name, full), planner)
         return planner.state_dict[name]
 
     def _read(self, items: list[ReadItem], planner: LoadPlanner) -> None:

@@ -360,9 +360,9 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
     """Return the entries that this rank writes.
 
     Each rank of the first replica writes its shards. The step count of a parameter is written by the rank that has the
-    parameter's first element. At stage 0 every rank keeps whole parameters and their states, and at any stage those of
+    parameter's first element. At stage 0 every rank keeps full parameters and their states, and at any stage those of
     replicated parameters. These tensors are divided among the ranks by size, and each tensor is written once. The owner
-    of a whole parameter (`WholeParameters`) writes the parameter's state. Rank 0 writes all other entries, even if the
+    of a full parameter (`WholeParameters`) writes the parameter's state. Rank 0 writes all other entries, even if the
     values of other ranks differ.
     """
     state = ModelState(run.model)
@@ -370,13 +370,13 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
     kept_whole = {slot.name for flat in flats if flat.rank is None for slot in flat.layout.slots}
     entries, paths = contents(run, peers.rank)
     equal = {f"model.{name}" for name, param in run.model.named_parameters() if param not in state.ignored}
-    whole = _owned(run)
+    owned = _owned(run)
     loads = [0] * peers.shards
 
     def is_mine(name: str, value: Any) -> bool:
         is_state = name.startswith("optimizer.state.")
-        if is_state and (param := str(paths[name][2])) in whole:
-            return whole[param]
+        if is_state and (param := str(paths[name][2])) in owned:
+            return owned[param]
         owner = str(paths[name][2]) if is_state else name.removeprefix("model.")
         if is_state and f"model.{owner}" not in entries:  # of a parameter outside of the model
             return peers.shard == 0
@@ -404,7 +404,7 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
 
 
 def _owned(run: Run) -> dict[str, bool]:
-    """For each parameter whose state is that of the whole parameter, return whether this rank has the state."""
+    """For each parameter whose state is that of the full parameter, return whether this rank has the state."""
     if run.optimizer is None:
         return {}
     members = ((name, member_of(run.optimizer, param)) for name, param in run.model.named_parameters())

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, tree_map_only, tree_map_with_path
 
 from shardlite.checkpoint.contents import pickled, unpickled
-from shardlite.comm import Context, agree
+from shardlite.comm import Context
 from shardlite.comm import broadcast as broadcast_tensor
 from shardlite.engine import params_of
 from shardlite.errors import CheckpointError, LayoutError, some_of
@@ -110,7 +110,7 @@ def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -
 
 
 def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
-    """Return shards. If `full_state_dict` is set, gather whole tensors one after the other, and return copies."""
+    """Return shards. If `full_state_dict` is set, gather full tensors one after the other, and return copies."""
     *others, info = args
     if not info.full_state_dict:
         state: _State = original(model, *args)
@@ -125,14 +125,14 @@ def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
             return None  # states of parameters that this rank owns are kept, because it sends them
         return tensor.cpu() if info.cpu_offload else tensor
 
-    whole: _State = tree_map_only(Tensor, copied, shards)
+    full: _State = tree_map_only(Tensor, copied, shards)
     for optimizer in owners:
-        _add_owned(whole, model, optimizer)
-    return whole if wanted else {}
+        _add_owned(full, model, optimizer)
+    return full if wanted else {}
 
 
 def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> None:
-    """Add the states of whole parameters that other ranks own, one parameter after the other. Collective."""
+    """Add the states of full parameters that other ranks own, one parameter after the other. Collective."""
     context = ModelState(model).context
     for original, param in model.named_parameters():
         name = uncompiled(original)
@@ -156,7 +156,7 @@ def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> N
 
 
 def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor], info: Any) -> Any:
-    """Load shards or whole tensors. If `broadcast_from_rank0` is set, load the state dict of the model's first rank."""
+    """Load shards or full tensors. If `broadcast_from_rank0` is set, load the state dict of the model's first rank."""
     names = {uncompiled(name): name for name in model.state_dict()}
     state_dict = {names.get(name, name): value for name, value in (state_dict or {}).items()}
     if info.broadcast_from_rank0:
@@ -169,10 +169,10 @@ def _load_model(_: _Original, model: ShardLite, state_dict: Mapping[str, Tensor]
 def _load_optimizers(
     original: _Original, model: ShardLite, optimizers: tuple[Optimizer, ...], state_dict: _State, info: Any
 ) -> None:
-    """Load shards, or this rank's parts of whole tensors. Collective.
+    """Load shards, or this rank's parts of full tensors. Collective.
 
     Raises:
-        LayoutError: `state_dict` is not the state of an optimizer, or it has shards where `info` asks for whole
+        LayoutError: `state_dict` is not the state of an optimizer, or it has shards where `info` asks for full
             tensors. Raised on every rank.
     """
     state = ModelState(model)
@@ -180,18 +180,13 @@ def _load_optimizers(
     wholes = [optimizer for optimizer in optimizers if isinstance(optimizer, WholeParameters)]
     if wholes:
         info = replace(info, strict=False)  # this rank has no state of parameters that other ranks own
-    _agree(state, _misfit(model, optimizers, state_dict, info) if read else None)
+    problem = _misfit(model, optimizers, state_dict, info) if read else None
+    state.context.agree("set_optimizer_state_dict", problem)
     with state.context.reporting_failures("its set_optimizer_state_dict"):
         if info.full_state_dict:
             state_dict = _shards_of(state_dict, model, wholes, broadcast=info.broadcast_from_rank0)
             info = replace(info, full_state_dict=False, broadcast_from_rank0=False)
         original(model, optimizers, state_dict, info)
-
-
-def _agree(state: ModelState, problem: Exception | None) -> None:
-    """Raise an error on every rank if any rank has a problem. Collective."""
-    timeout, watch = state.context.timeout, state.context.reports.watching
-    agree(state.ranks, [], problem, what="set_optimizer_state_dict", timeout=timeout, watch=watch)
 
 
 def _misfit(model: ShardLite, optimizers: Sequence[Optimizer], state_dict: _State, info: Any) -> Exception | None:
@@ -204,7 +199,7 @@ def _misfit(model: ShardLite, optimizers: Sequence[Optimizer], state_dict: _Stat
         )
     if info.full_state_dict and any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(state_dict)):
         return LayoutError(
-            "set_optimizer_state_dict(full_state_dict=True) takes whole tensors, got shards: pass options without it, "
+            "set_optimizer_state_dict(full_state_dict=True) takes full tensors, got shards: pass options without it, "
             "or get the state with full_state_dict=True"
         )
     try:
@@ -251,9 +246,9 @@ def _split(original: _Original, model: ShardLite, optimizer: Optimizer, state_di
 
 
 def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParameters], *, broadcast: bool) -> _State:
-    """Return an optimizer's state in which this rank's part replaces each whole tensor of a parameter's shape.
+    """Return an optimizer's state in which this rank's part replaces each full tensor of a parameter's shape.
 
-    Tensors of parameters that `wholes` step stay whole.
+    Tensors of parameters that `wholes` step stay full.
 
     If `broadcast` is set, the model's first rank sends its state, one tensor after the other.
     """
@@ -293,7 +288,7 @@ def uncompiled(name: str) -> str:
 
 
 def _numbers(state_dict: _State, shards: Mapping[str, Any]) -> set[str]:
-    """Return the keys of the values that the optimizer of a whole state keeps once per parameter."""
+    """Return the keys of the values that the optimizer of a full state keeps once per parameter."""
     tensors = [(path, value) for path, value in tree_flatten_with_path(state_dict)[0] if isinstance(value, Tensor)]
     entries = [(*_entry_of(path, shards), value.numel()) for path, value in tensors]
     return numbers_among((key, shards[name].numel(), numel) for name, key, numel in entries if name in shards)
@@ -322,7 +317,7 @@ def _form(state: ModelState, state_dict: _State) -> _State:
             content = pickled(what, tree_map(_placeholder, state_dict)).getvalue()
     except CheckpointError as error:
         problem = error
-    _agree(state, problem)
+    context.agree("set_optimizer_state_dict", problem)
     length = context.all_gather_int(len(content), "the length of an optimizer's state")[0]
     data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8)
     form: _State = unpickled(what, BytesIO(_send(context, data).cpu().numpy().tobytes()))

@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import add_rows, check_stats, hop, stats_block
+from shardlite_kernels import add_rows, hop, stats_block
 from shardlite_kernels import stats as write_stats
+from shardlite_kernels.stats import check_stats
 from torch import Tensor
 
 from shardlite.comm import schedule

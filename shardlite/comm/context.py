@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardlite.comm.collectives import all_reduce
-from shardlite.comm.consensus import Ranks, WeightVersion, identify
+from shardlite.comm.consensus import Ranks, WeightVersion, agree, identify
 from shardlite.comm.control.failure_reports import FailureReports, StoreReports
 from shardlite.comm.control.interrupts import defer_interrupts, report_uncaught
 from shardlite.comm.control.process import Owner
@@ -54,6 +54,7 @@ class Context:
     name: str
     """Name of the wrapped model. It is unique in the store of the process group."""
 
+    ranks: Ranks
     transport: Transport
     """Transport for gathers, between the ranks over which the model is sharded."""
 
@@ -133,6 +134,32 @@ class Context:
         self._numbers[what] += 1
         step = None if at_any_step else self.version.number
         return Operation(what, self._numbers[what], self.reports, during, tally, self.instance, step)
+
+    def agree(
+        self,
+        what: str,
+        problem: Exception | None,
+        facts: Sequence[str] = (),
+        *,
+        subject: str = "models",
+        loads: bool | None = None,
+    ) -> None:
+        """Raise an error on every rank if any rank has a `problem` with the call `what`, or other facts. Collective.
+
+        If `loads` is `False`, the call reads weights, which must have the same version on all ranks. If it is `True`,
+        the call replaces them, and if it is `None`, their version does not matter.
+        """
+        agree(
+            self.ranks,
+            facts,
+            problem,
+            what=what,
+            timeout=self.timeout,
+            subject=subject,
+            watch=self.reports.watching,
+            version=None if loads is None else self.version,
+            loads=bool(loads),
+        )
 
     @property
     def transports(self) -> list[Transport]:
@@ -278,6 +305,7 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     return Context(
         instance=model.number,
         name=f"model {model.number} from rank {model.first}, {model.mark}",
+        ranks=groups,
         transport=transport,
         replicas=inline[1],
         reducing=reducing,

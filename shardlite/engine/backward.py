@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from shardlite.comm import ProgramStreams
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.weight_stream import WeightStream
 from shardlite.errors import PhaseError
+from shardlite.full import WeightStream
 from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
-from shardlite.params import Unit, register_first, take_grad
+from shardlite.params import Unit
+from shardlite.params.parameters import register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering
 
 
@@ -54,16 +55,16 @@ class Backward:
             begin_steps: function that is called at the first gradient of a backward. The function's argument `steps`
                 says whether an optimizer may step inside this backward. The function returns the steps of that
                 optimizer, or `None`.
-            stream: the iterations over whole weights. No pass and no step may begin inside one.
+            stream: the iterations over full weights. No pass and no step may begin inside one.
             parts: runs the loops over parts. If `parts` is not `None`, gradients may arrive only in these loops.
         """
         self._parts = parts
         self._reducer = reducer
         self._gatherer = gatherer
-        self._units = units
+        self.units = units
         self._streams = streams
         self._begin_steps = begin_steps
-        self._stream = stream
+        self.stream = stream
         self.calls = Calls(gatherer, units, on_use=self.enter) if isinstance(gatherer, Gatherer) else None
         """Handles of weights that autograd saves for a backward. `None` if full weights are always in memory."""
 
@@ -81,7 +82,7 @@ class Backward:
     def open(self) -> BackwardRun:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
-            self._stream.check_closed()
+            self.stream.check_closed()
             self._run = open_run(self._reducer, self._mode, self._begin_gradients, self._is_complete)
             self.thread = get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
@@ -117,7 +118,7 @@ class Backward:
 
     def prepare(self) -> None:
         """Clean up after an exception, and let the current stream use what the former home stream has left."""
-        self._stream.check_closed()
+        self.stream.check_closed()
         self.repair()
         if (stream := self._streams.move_home()) is not None:
             for memory in self._kept():
@@ -125,7 +126,7 @@ class Backward:
 
     def _kept(self) -> Iterator[Tensor]:
         """Yield the memory that later passes use: cached weights, accumulated gradients, and spare buffers."""
-        for unit in self._units:
+        for unit in self.units:
             if unit.buffer is not None:
                 yield unit.buffer.bytes
         yield from self._gatherer.spare()
@@ -238,7 +239,7 @@ class Backward:
         Raises:
             PhaseError: the latest backward ended in an exception, or gradients are accumulated and not reduced.
         """
-        self._stream.check_closed()
+        self.stream.check_closed()
         if self._run is not None and self.died() and inside and not self._run.has_gradients:
             self.repair()  # the backward was refused, because step() had not been called after the previous backward
         if self.died() and inside:

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from shardlite.comm import agree
 from shardlite.engine.steps import OptimizerBridge, models_of
 from shardlite.errors import LayoutError, PhaseError, ShardLiteError, ShardWarning, check_int
 from shardlite.grads import Reducer
@@ -179,8 +178,7 @@ class CapturedStep:
         bridge = self._bridge
         bridge.hooks.check_thread()
         bridge.hooks.reset()
-        if bridge.hooks.running() or any(unit.users for unit in self._units):
-            raise PhaseError("captured step: call it outside of forwards, backwards and `gathered()`")
+        bridge.hooks.check_outside("captured step")
         bridge.backward.prepare()
         self._check_reduced()
         if bridge.scale.is_next_counted:
@@ -318,8 +316,7 @@ class CapturedStep:
             except Exception as error:
                 problem = _explained(error)
             if together:
-                reports = context.reports.watching
-                agree(self._bridge.ranks, [], problem, what="capture()", timeout=context.timeout, watch=reports)
+                context.agree("capture()", problem)
             elif problem is not None:
                 raise problem
             steps, context.version.number = context.version.number - number, number

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from shardlite.engine.hook_keys import CAST, remove_hooks, set_key
 from shardlite.errors import LayoutError
 from shardlite.params import as_they_are
 
@@ -89,9 +90,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 # ---- inputs and outputs ----------------------------------------------------------------------------------------------
 
-_KEY = -2
-"""Key of the hooks that cast inputs. `torch.compile` guards on the keys, see `module_hooks.py`, which uses -1."""
-
 
 def cast_inputs(modules: Mapping[nn.Module, torch.dtype], outside: Collection[nn.Module] = ()) -> None:
     """Let modules cast their floating-point inputs. Modules in `outside` leave autocast while their forward runs."""
@@ -100,22 +98,13 @@ def cast_inputs(modules: Mapping[nn.Module, torch.dtype], outside: Collection[nn
         handles = [module.register_forward_pre_hook(_casting(dtype, leaves), with_kwargs=True)]
         if leaves:
             handles.append(module.register_forward_hook(_return_to_autocast, always_call=True))
-        for table in _tables(module):
-            for handle in handles:
-                if handle.id in table:
-                    table[_KEY] = table.pop(handle.id)
+        set_key(module, CAST, handles)
 
 
 def take_inputs_as_they_are(modules: Iterable[nn.Module]) -> None:
     """Undo `cast_inputs`."""
     for module in modules:
-        for table in _tables(module):
-            table.pop(_KEY, None)
-
-
-def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    before: Any = (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
-    return (*before, module._forward_hooks, module._forward_hooks_always_called)
+        remove_hooks(module, CAST)
 
 
 @cache

@@ -13,12 +13,14 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Context, all_gather, cut_up
+from shardlite.comm import Context
 from shardlite.engine.backward import Backward
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.engine.watch import Watch
 from shardlite.errors import LayoutError
-from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, attach, requires_grad_of
+from shardlite.full import gather_param
+from shardlite.params import Flat, Placeholder, ShardTensor, Slot, Unit, as_they_are, requires_grad_of
+from shardlite.params.parameters import attach
 from shardlite.telemetry import Trace
 
 ShardRange = tuple[str, int, int, int]
@@ -267,17 +269,3 @@ class _Owner:
             each = shards.entries[self.index]
             shards.backward.drop_gradient(each.unit, each.param)
             each.shard.grad = None
-
-
-def gather_param(context: Context, flat: Flat, index: int, local: Tensor) -> Tensor:
-    """Gather a tensor in the shape of one parameter of a flat. `local` [n] is this rank's part. Collective."""
-    slot, cuts = flat.layout.slots[index], flat.cuts_of(index)
-    if flat.rank is None or slot.numel == 0:
-        return local.reshape(slot.shape).clone()
-    whole = context.empty(slot.numel, local.dtype)
-    context.ledger.track("staging", whole)
-    whole[cuts[flat.rank] : cuts[flat.rank + 1]].copy_(local)
-    operation = context.operation(f"the whole tensor of {slot.name!r}", "full state")
-    transport = context.inline[0]
-    all_gather(whole, transport, cut=cut_up(slot.numel, local.dtype, transport, cuts), operation=operation)
-    return whole.view(slot.shape).clone()

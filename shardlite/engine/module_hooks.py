@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardlite.engine.backward import Backward, in_backward
-from shardlite.errors import LayoutError
-from shardlite.params import OTHER_SHAPES, ROOT, Shard, Unit, scripts
+from shardlite.engine.hook_keys import UNSHARD, remove_hooks, set_key
+from shardlite.errors import LayoutError, PhaseError
+from shardlite.params import ROOT, Shard, Unit, scripts
+from shardlite.params.parameters import OTHER_SHAPES
 from shardlite.telemetry import profile_label
 from shardlite.weights import (
     NO_TRANSFORM,
@@ -34,7 +36,7 @@ from shardlite.weights import (
 )
 
 NO_GRAPH = (
-    "torch.export and torch.jit.trace record a graph that contains whole weights: call them on every rank with the "
+    "torch.export and torch.jit.trace record a graph that contains full weights: call them on every rank with the "
     "wrapped module, `model.module`, inside `with model.gathered():`"
 )
 
@@ -149,8 +151,7 @@ class ModuleHooks:
     def uninstall(self) -> None:
         """Remove the hooks."""
         for module in self._needs:
-            for table in _tables(module):
-                table.pop(_KEY, None)
+            remove_hooks(module, UNSHARD)
 
     def use(self, unit: Unit) -> bool:
         """Unshard a unit for code outside of the modules that own the unit's weights, until the current pass ends.
@@ -191,6 +192,19 @@ class ModuleHooks:
     def running(self) -> bool:
         """Return whether a forward or a backward is running."""
         return bool(self._frames or self._around) or in_backward()
+
+    def check_outside(self, call: str) -> None:
+        """Raise inside a forward, a backward or `gathered()`."""
+        if self.running() or any(unit.users for unit in self._backward.units):
+            raise PhaseError(f"{call}: call it outside of forwards, backwards and `gathered()`")
+
+    def recover(self) -> None:
+        """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""
+        self.check_thread()
+        self._backward.stream.check_closed()
+        if self._around == 0:
+            self.reset()
+        self._backward.repair()
 
     def reset(self) -> None:
         """Run `_leave` for each module whose post-forward hook did not run because of an interrupt."""
@@ -415,13 +429,6 @@ _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """The dispatch mode in which `make_fx` records a graph."""
 
 
-_KEY = -1
-"""Key of the library's hooks in the hook tables of every module. PyTorch's own keys count from 0.
-
-`torch.compile` guards on the keys, and would recompile equal blocks if the hooks of these blocks had different keys.
-"""
-
-
 def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """Register the hooks of one module.
 
@@ -429,16 +436,7 @@ def _register(module: nn.Module, enter: _Hook, leave: _Hook) -> None:
     """
     before = module.register_forward_pre_hook(enter, prepend=True)
     after = module.register_forward_hook(leave, always_call=True)
-    for table, given in zip(_tables(module), (before.id, after.id, after.id), strict=True):
-        rest = dict(table)
-        table.clear()
-        for number, each in rest.items():
-            table[_KEY if number == given else number] = each
-
-
-def _tables(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """Return a module's hook tables: one for hooks before its forward, and two for hooks after its forward."""
-    return module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called
+    set_key(module, UNSHARD, (before, after))
 
 
 def _breaking_graphs(hook: _Hook) -> _Hook:

@@ -164,7 +164,7 @@ def _run_backward(original: _Original, outputs: Any, *args: Any, accumulate_grad
     if own and not accumulate_grad:
         raise LayoutError(
             "torch.autograd.grad with respect to a shard: shards are not in autograd's graph. Use the module's own "
-            "parameters (`model.module.parameters()`), which get this rank's gradients of whole parameters"
+            "parameters (`model.module.parameters()`), which get this rank's gradients of full parameters"
         )
     # Shards stay among the inputs, because a penalty may be computed from them. Hooks inside the backward may use
     # placeholders, also if PyTorch has disabled this, because some of the inputs are placeholders.

@@ -1,4 +1,4 @@
-"""Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
+"""Warn about programs that use a shard, or its gradient, as if it were the full parameter.
 
 A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
 `xavier_uniform_`, would silently give different results. (A probe checks the steps of optimizer classes.) So in some
@@ -25,7 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.params import Flat, Shard, Sharded, as_they_are
+from shardlite.params import Flat, Shard, as_they_are
+from shardlite.params.parameters import Sharded
 
 STEPS = 3
 """Number of steps in a watched period. One period is at the start, and one is around each multiple of `EVERY`."""
@@ -116,12 +117,12 @@ class _Part:
     stop: int
     numel: int
     shape: tuple[int, ...]
-    """Shape of the whole parameter."""
+    """Shape of the full parameter."""
 
     without: Sequence[int]
     """The ranks that have no element of the parameter."""
 
-    is_whole: bool
+    is_full: bool
     """Whether the shard has all elements."""
 
     cuts: Callable[[], Sequence[int]]
@@ -156,7 +157,7 @@ class _Known(NamedTuple):
 def _first(arguments: Iterable[Any]) -> _Known | None:
     """Return the record of the first watched tensor in arguments and lists, if possible of a partial shard."""
     known = [found for each in arguments if (found := _known_as(each)) is not None]
-    return next((each for each in known if not each.part.is_whole), next(iter(known), None))
+    return next((each for each in known if not each.part.is_full), next(iter(known), None))
 
 
 def _known_as(argument: Any) -> _Known | None:
@@ -190,7 +191,7 @@ def _judged(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         _used[key] = operators
     if operators.names or func in _SINGLE:
         _judge(func, operators.names, args, kwargs, known)
-    if _flows(args, kwargs, operators.names) and not known.part.is_whole:
+    if _flows(args, kwargs, operators.names) and not known.part.is_full:
         is_norm = not _NORMS.isdisjoint(operators.names) and 1 not in (*args[1:2], *kwargs.values())
         for each in result if isinstance(result, list | tuple) else [result]:
             _see(each, known._replace(kind=f"a sum of {known.kind}", wrong=frozenset() if is_norm else _CURVED))
@@ -224,7 +225,7 @@ def _judge(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
             f"Compute it inside `gathered()`; for norms of gradients call `clip_grad_norm_()` of the model"
         )
-    if not (part.is_whole or operators <= CONDITIONS or _flows(args, kwargs, operators)):
+    if not (part.is_full or operators <= CONDITIONS or _flows(args, kwargs, operators)):
         _warn(what, func, known)
 
 
@@ -236,9 +237,9 @@ def _warn(what: str, func: Callable[..., Any], known: _Known) -> None:
     look.warned = True
     warnings.warn(
         f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
-        "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of whole parameters use "
+        "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of full parameters use "
         "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
-        "`shardlite.WholeParameters` gives whole parameters. (This warning is given once per model.)",
+        "`shardlite.WholeParameters` gives full parameters. (This warning is given once per model.)",
         ShardWarning,
         stacklevel=7 if isinstance(func, FunctionType) else 5,
     )
@@ -324,7 +325,7 @@ _VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH
 def _check_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function writes to elements of a shard by their positions."""
     known = _known_as(args[0] if args else None)
-    if known is None or (known.part.is_whole and not known.part.without):
+    if known is None or (known.part.is_full and not known.part.without):
         return
     selects = func in _PLACED and (func is not Tensor.__setitem__ or _selects(args[1]))
     if selects or (known.placed and _writes(func)):
@@ -349,8 +350,8 @@ def _writes(func: Callable[..., Any]) -> bool:
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     """Raise if a function combines a shard, or its gradient, with elements that are not those of the shard.
 
-    In a hand-written step, the other tensor may be the whole parameter. In a moving average, the other tensor may be a
-    whole copy that was made before wrapping, or a shard of another model.
+    In a hand-written step, the other tensor may be the full parameter. In a moving average, the other tensor may be a
+    full copy that was made before wrapping, or a shard of another model.
     """
     for together in _side_by_side(args):
         all_parts = [known.part for known in map(_known_as, together) if known is not None]
@@ -362,7 +363,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
                     "lie apart. For equal cuts wrap both models with the same options and the same `requires_grad`, "
                     "and freeze the teacher afterwards (`teacher.requires_grad_(False)`); or use `shardlite.EMA`"
                 )
-        parts = [part for part in all_parts if not part.is_whole]
+        parts = [part for part in all_parts if not part.is_full]
         for each in together:
             copied = not isinstance(each, _Watched) and any(
                 part.numel > 1 and each.shape == part.shape for part in parts
@@ -370,7 +371,7 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
             if isinstance(each, Sharded) or copied:
                 of = f" of {parts[0].name!r}" if parts else ""
                 raise LayoutError(
-                    f"{getattr(func, '__name__', func)} of a tensor of the size of a whole parameter and a shard{of}: "
+                    f"{getattr(func, '__name__', func)} of a tensor of the size of a full parameter and a shard{of}: "
                     "gradients belong to shards, so compute with `parameters()` of the ShardLite model, or "
                     "inside `gathered()`; for moving averages use `shardlite.EMA`"
                 )
@@ -388,8 +389,8 @@ def _side_by_side(args: Sequence[Any]) -> Iterator[list[Tensor]]:
 def _selects(index: Any) -> bool:
     """Return whether an index selects elements by their positions. Masks and whole slices do not."""
     for each in index if isinstance(index, tuple) else (index,):
-        is_whole = each is None or each is Ellipsis or (isinstance(each, slice) and each == slice(None))
-        if not is_whole and not (isinstance(each, Tensor) and each.dtype == torch.bool):
+        is_full = each is None or each is Ellipsis or (isinstance(each, slice) and each == slice(None))
+        if not is_full and not (isinstance(each, Tensor) and each.dtype == torch.bool):
             return True
     return False
 
@@ -411,7 +412,7 @@ class _Watched:
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
             known = None if func in _UNJUDGED else _first((*args, *kwargs.values()))
-        if known is not None and (known.part.without or not known.part.is_whole):
+        if known is not None and (known.part.without or not known.part.is_full):
             return iter(args[0].unbind()) if func is Tensor.__iter__ else _judged(func, args, kwargs, known)
         with as_they_are():
             return func(*args, **kwargs)

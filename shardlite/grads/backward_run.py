@@ -26,7 +26,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import FINISHED, SPARE, Moment, Work, submit_in_turn
+from shardlite.comm import FINISHED, SPARE, Moment, Work
+from shardlite.comm.streams import submit_in_turn
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms

@@ -31,7 +31,9 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context, Transport
 from shardlite.errors import PhaseError
-from shardlite.params import Flat, Gradients, Slot, Unit, as_real, check_move, shared, storage_key
+from shardlite.params import Flat, Slot, Unit, as_real, storage_key
+from shardlite.params.layout import shared
+from shardlite.params.unit import Gradients, check_move
 
 PURPOSE = "gradient buckets"
 """The ledger's purpose for the memory of buckets, and of gradients that are not yet copied to buckets."""

@@ -23,7 +23,8 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import new_stats, scale_all, stats, stats_block, use_triton
+from shardlite_kernels import new_stats, stats, stats_block, use_triton
+from shardlite_kernels.scale import scale_all
 from torch import Tensor, nn
 from torch.nn.functional import pad
 

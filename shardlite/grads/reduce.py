@@ -35,26 +35,21 @@ from operator import itemgetter
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import hop, new_stats, stats, stats_block, stats_total
+from shardlite_kernels import hop, new_stats, stats, stats_block
+from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
-from shardlite.comm import (
-    Context,
-    FusedStep,
-    Operation,
-    Rows,
+from shardlite.comm import Context, Operation, Rows, Transport, Work, all_gather, cut_up
+from shardlite.comm.collectives import (
     StoreMean,
-    Transport,
-    Work,
-    all_gather,
     all_reduce,
-    cut_up,
     reduce_scatter,
     ring_step,
     rings_in_kernel,
     stages_in_out,
     staging_numel,
 )
+from shardlite.comm.transport.group_collectives import FusedStep
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers, any_bad, warn_of

@@ -15,22 +15,11 @@ from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from shardlite_kernels import (
-    CpuStep,
-    Hyper,
-    State,
-    Table,
-    adamw,
-    adamw_cpu,
-    adamw_scalars,
-    add_rows_adamw,
-    add_rows_adamw_cpu,
-    hyper_table,
-    keys,
-    reduce_adamw,
-    reduce_adamw_cpu,
-    send,
-)
+from shardlite_kernels import Hyper, State, Table, send
+from shardlite_kernels.adamw import adamw, add_rows_adamw, reduce_adamw
+from shardlite_kernels.adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, reduce_adamw_cpu
+from shardlite_kernels.noise import keys
+from shardlite_kernels.scalars import adamw_scalars, hyper_table
 from torch import Tensor
 
 from shardlite.comm import Rows

@@ -28,11 +28,13 @@ from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK, State, decode, encode, use_triton
+from shardlite_kernels import FORMATS, SCALE_BLOCK, State, use_triton
+from shardlite_kernels.moments import decode, encode
 from torch import Tensor
 
 from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
-from shardlite.params import ALIGN, PADDED, ShardInfo, as_real, is_padded, round_up
+from shardlite.params import ALIGN, ShardInfo, as_real, round_up
+from shardlite.params.layout import PADDED, is_padded
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")

@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
-from shardlite.comm import Context, StreamQueue, Work, exchange
+from shardlite.comm import Context, StreamQueue, Work
+from shardlite.comm.collectives import exchange
 from shardlite.optimizers.members import Copies, Member, Parcel
 from shardlite.optimizers.steps import UnitStep
 from shardlite.params import as_they_are, round_up

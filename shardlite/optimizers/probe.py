@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.comm import collectives_of_program
+from shardlite.comm.consensus import collectives_of_program
 from shardlite.optimizers.twins import CANNOT_BUILD, Original, communicates
 from shardlite.params import ALIGN, round_up
 

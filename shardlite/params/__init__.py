@@ -5,34 +5,8 @@ ranks. Read `layout.py` first.
 """
 
 from shardlite.params.flat import Flat
-from shardlite.params.full_buffer import Buffer, ViewPlace, storage_key
-from shardlite.params.layout import (
-    ALIGN,
-    PADDED,
-    Layout,
-    ShardInfo,
-    Slot,
-    allocate_arenas,
-    as_real,
-    is_padded,
-    lay_out,
-    round_up,
-    shared,
-)
-from shardlite.params.parameters import (
-    OTHER_SHAPES,
-    Placeholder,
-    Shard,
-    Sharded,
-    as_they_are,
-    attach,
-    detach,
-    is_dtensor,
-    is_plain,
-    register_first,
-    requires_grad_of,
-    scripts,
-    take_grad,
-)
-from shardlite.params.shard_tensor import ShardTensor, apart
-from shardlite.params.unit import ROOT, Gradients, Unit, Weights, check_move
+from shardlite.params.full_buffer import Buffer, storage_key
+from shardlite.params.layout import ALIGN, Layout, ShardInfo, Slot, allocate_arenas, as_real, round_up
+from shardlite.params.parameters import Placeholder, Shard, as_they_are, is_dtensor, requires_grad_of, scripts
+from shardlite.params.shard_tensor import ShardTensor
+from shardlite.params.unit import ROOT, Unit, Weights

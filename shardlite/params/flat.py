@@ -6,7 +6,7 @@ of the full buffer or, while there is no full buffer, a placeholder. The optimiz
 of its shard.
 
 Legend: `W` ranks, `S` elements per shard; a full buffer has `W*S` elements. A shard has the original shape if this rank
-keeps the whole parameter, else `[k, 1, ...]`.
+keeps the full parameter, else `[k, 1, ...]`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -128,10 +128,10 @@ class Flat:
 
         Args:
             index: index of the slot.
-            gather: function that gathers the whole tensor.
+            gather: function that gathers the full tensor.
 
         Returns:
-            A plain tensor if this rank keeps the whole parameter, else a `ShardTensor`.
+            A plain tensor if this rank keeps the full parameter, else a `ShardTensor`.
         """
         slot, own = self.layout.slots[index], self.own_range(self.layout)
         start, stop = slot.within(*own)

@@ -20,17 +20,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from operator import mul
 from typing import Any, NamedTuple, TypeAlias
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import lazy_zeros
+from shardlite.comm.transport.shared_memory.heap import lazy_zeros
 
 ALIGN = 32
 """Alignment of parameters and shards, in elements.
@@ -66,11 +67,16 @@ def views(memory: Tensor, places: Iterable[Place]) -> list[Tensor]:
     return [memory.as_strided(shape, stride, offset + start) for shape, stride, start in places]
 
 
-@cache
+class _Key:
+    """An object that stands for facts, and that a weak dictionary may hold."""
+
+
+_keys: WeakValueDictionary[Hashable, _Key] = WeakValueDictionary()
+
+
 def shared(facts: Hashable) -> object:
     """Return an object that stands for `facts`: the same for equal facts. Unlike `facts`, it is hashed at once."""
-    del facts
-    return object()
+    return _keys.setdefault(facts, _Key())
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -88,7 +94,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Number of elements of the whole parameter, without padding."""
+        """Number of elements of the full parameter, without padding."""
         return prod(self.shape)
 
     @cached_property
@@ -98,7 +104,7 @@ class Slot:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Strides of the whole parameter in a full buffer, in elements."""
+        """Strides of the full parameter in a full buffer, in elements."""
         behind = accumulate(reversed(self.shape[1:]), mul, initial=1)
         return tuple(reversed([*behind])) if self.shape else ()
 
@@ -290,14 +296,14 @@ class ShardInfo(NamedTuple):
     """Facts that an optimizer needs about a shard besides its values. Ordinary parameters have no such record."""
 
     offset: int = 0
-    """Number of elements of the whole parameter that precede the shard."""
+    """Number of elements of the full parameter that precede the shard."""
 
     low: Tensor | None = None
     """Lower part of split weights, as long as the shard, which is the upper part. `None` if weights are not split."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:
-        """Return the record of `param`. If `param` has no record, return that of a whole parameter."""
+        """Return the record of `param`. If `param` has no record, return that of a full parameter."""
         info: ShardInfo = _infos.get(param, ShardInfo())
         return info
 

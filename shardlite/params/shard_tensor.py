@@ -1,6 +1,6 @@
 """`ShardTensor`: a sharded tensor in a state dict, which `torch.distributed.checkpoint` saves and loads.
 
-A shard is a range of elements of the whole tensor in row-major order. `torch.distributed.checkpoint` (DCP) describes
+A shard is a range of elements of the full tensor in row-major order. `torch.distributed.checkpoint` (DCP) describes
 the elements of a rank by boxes, so a range is cut into at most `2 * ndim - 1` boxes:
 
     shape [4, 5], elements [3, 17)      . . . # #       box at (0, 3) of [1, 2]
@@ -30,7 +30,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """The offsets and the sizes of a box, one of each per dimension."""
 
 Gather: TypeAlias = Callable[[Tensor], Tensor]
-"""A function that gathers and returns the whole tensor. Its argument is this rank's elements, 1-D."""
+"""A function that gathers and returns the full tensor. Its argument is this rank's elements, 1-D."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
@@ -65,7 +65,7 @@ def apart(view: Tensor) -> Tensor:
 
 
 class ShardTensor(Tensor):
-    """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the whole tensor.
+    """Elements `[start, stop)` of a tensor that is sharded over ranks. Its `shape` is the shape of the full tensor.
 
     `state_dict()` of a wrapped model and of its optimizer contains such tensors. DCP saves and loads them at any world
     size. A saved `ShardTensor` can be loaded as a plain tensor or a DTensor, and a saved plain tensor or DTensor
@@ -79,12 +79,12 @@ class ShardTensor(Tensor):
     Args:
         local: this rank's elements, in the shape that `to_local()` returns. If the elements are stored in another form
             (8-bit moments, split weights), `local` is a function that decodes them from `sources`.
-        shape: shape of the whole tensor.
+        shape: shape of the full tensor.
         start: index of the first element of this rank, in row-major order.
         sources: tensors that `local` decodes, if `local` is a function.
         numel, dtype, device: properties of this rank's elements, if `local` is a function.
         encode: function that stores the elements of a decoded copy after the copy was written to.
-        gather: function that gathers the whole tensor from this rank's elements, [stop - start]. Collective.
+        gather: function that gathers the full tensor from this rank's elements, [stop - start]. Collective.
         is_weight: whether this is a weight of a model, and not the state of an optimizer.
     """
 
@@ -137,7 +137,7 @@ class ShardTensor(Tensor):
         return self._value().reshape(-1)
 
     def full_tensor(self) -> Tensor:
-        """Return a copy of the whole tensor, in its shape. Collective: every rank must call it.
+        """Return a copy of the full tensor, in its shape. Collective: every rank must call it.
 
         Raises:
             LayoutError: this tensor is a snapshot, made for an asynchronous save.
@@ -182,11 +182,11 @@ class ShardTensor(Tensor):
         raise LayoutError(f"this rank has no box at {tuple(offsets)} of the tensor, only {list(self.boxes())}")
 
     def untyped_storage(self) -> NoReturn:
-        """Raise `LayoutError`, because the whole tensor has no memory."""
+        """Raise `LayoutError`, because the full tensor has no memory."""
         _refuse("untyped_storage()")
 
     def data_ptr(self) -> NoReturn:
-        """Raise `LayoutError`, because the whole tensor has no memory."""
+        """Raise `LayoutError`, because the full tensor has no memory."""
         _refuse("data_ptr()")
 
     # ---- the protocol of torch.distributed.checkpoint (torch/distributed/_checkpointable.py) ------------------------
@@ -224,8 +224,8 @@ class ShardTensor(Tensor):
     ) -> Any:
         """Run copies and conversions. Refuse all other operations."""
         if func in _COPIES:
-            whole: ShardTensor = args[0]
-            return whole._like(func(whole._value(), *args[1:], **(kwargs or {})))
+            full: ShardTensor = args[0]
+            return full._like(func(full._value(), *args[1:], **(kwargs or {})))
         _refuse(func)
 
     def _value(self) -> Tensor:
@@ -265,5 +265,5 @@ _COPIES = {
 def _refuse(func: Any) -> NoReturn:
     raise LayoutError(
         f"{func}: this rank has only a part of the tensor. Use to_local() for this rank's elements or, on every rank, "
-        "full_tensor() for the whole tensor"
+        "full_tensor() for the full tensor"
     )

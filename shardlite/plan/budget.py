@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK, chunk_nbytes, temporary_nbytes
+from shardlite_kernels import FORMATS, SCALE_BLOCK
+from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 
-from shardlite.comm import BLOCK, rows_numel
+from shardlite.comm.executor import BLOCK
+from shardlite.comm.transport.staging import rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Placement, Plan, build_units, placement_of
 

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import NamedTuple
 
 import torch
-from shardlite_kernels import cast, dequantize, quantize
+from shardlite_kernels import cast
+from shardlite_kernels.quantize import dequantize, quantize
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -70,7 +71,7 @@ class Gather(NamedTuple):
     """Whether messages go through host memory, because other gathers may be in flight."""
 
     def execute(self) -> None:
-        """Gather flat by flat. Skip flats that every rank keeps whole."""
+        """Gather flat by flat. Skip flats that every rank keeps in full."""
         context, unit = self.context, self.unit
         if self.purpose == TAKE_PART:
             context.trace.emit((TAKE_PART, unit.name))

@@ -56,7 +56,8 @@ from zlib import crc32
 
 import torch
 
-from shardlite.comm import Context, Moment, Operation, Work, all_gather, are_equal
+from shardlite.comm import Context, Moment, Operation, Work, all_gather
+from shardlite.comm.collectives import are_equal
 from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue

@@ -30,7 +30,9 @@ from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd.graph import Node, _engine_run_backward
 
 from shardlite.errors import LayoutError
-from shardlite.params import Placeholder, Unit, ViewPlace, is_plain, storage_key
+from shardlite.params import Placeholder, Unit, storage_key
+from shardlite.params.full_buffer import ViewPlace
+from shardlite.params.parameters import is_plain
 from shardlite.weights.all_gather import isolated
 from shardlite.weights.unshard import Gatherer
 

@@ -5,17 +5,9 @@ first.
 """
 
 from shardlite.wrapping import validate
-from shardlite.wrapping.allocate import Placement, build_units, flats_of, part_of, placement_of
-from shardlite.wrapping.init import (
-    Init,
-    Values,
-    broadcast_buffers,
-    broadcast_init,
-    broadcast_values,
-    set_values,
-    values_of,
-)
-from shardlite.wrapping.keep import Dtypes, dtypes_of
+from shardlite.wrapping.allocate import Placement, Wrapped, build_units, flats_of, part_of, placement_of, wrap
+from shardlite.wrapping.init import Init, broadcast_full, set_values, values_of
+from shardlite.wrapping.keep import dtypes_of
 from shardlite.wrapping.partition import UnitPlan, UnitPolicy, UnitRule, needs, partition_module
 from shardlite.wrapping.plan import Plan, agree_on_plan, plan_flats, plan_units
-from shardlite.wrapping.validate import STAGES, Options
+from shardlite.wrapping.validate import STAGES, Options, unmark_wrapped

@@ -22,10 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardlite.comm import Context
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
+from shardlite.wrapping.init import broadcast_buffers, broadcast_init
 from shardlite.wrapping.partition import UnitPlan, applies
 from shardlite.wrapping.plan import FlatPlan, Plan
-from shardlite.wrapping.validate import Options
+from shardlite.wrapping.validate import Options, mark_wrapped
 
 
 class Placement(NamedTuple):
@@ -46,6 +48,38 @@ class Placement(NamedTuple):
     def of(self, flat: FlatPlan) -> "Placement":
         """Return the placement of a flat. The weights of a replicated flat are placed as at stage 0."""
         return self._replace(rank=None, permanent=True) if flat.replicated else self
+
+
+class Wrapped(NamedTuple):
+    """A module whose parameters are in units, with rank 0's values."""
+
+    module: nn.Module
+    plan: Plan
+    options: Options
+    context: Context
+    placement: Placement
+    units: Sequence[Unit]
+
+
+def wrap(module: nn.Module, plan: Plan, options: Options, context: Context) -> Wrapped:
+    """Allocate shards, move rank 0's values into them, and initialize parameters on the meta device.
+
+    Raises:
+        LayoutError: a parameter is not initialized. Raised on every rank. The module can no longer be used.
+    """
+    placement = placement_of(plan, options, context.transport.rank, context.world_size)
+    units = build_units(plan, placement)
+    error = broadcast_init(plan.units, units, module, options.init, context)
+    mark_wrapped(units)
+    context.agree("initial values", error)
+    broadcast_buffers(module, context, options.compound)
+    for memory in (each for flat in flats_of(units) for each in (flat.local, flat.low, flat.full)):
+        if memory is not None:
+            context.ledger.track("parameters", memory)
+    for buffer in module.buffers():
+        context.ledger.track("buffers", buffer)
+    context.trim(keep=0)
+    return Wrapped(module, plan, options, context, placement, units)
 
 
 def placement_of(plan: Plan, options: Options, rank: int, world_size: int) -> Placement:
@@ -90,15 +124,15 @@ def _allocate(
     """
     in_place = [placement.of(flat).permanent and flat.compute == flat.layout.dtype for flat in flats]
     lengths = [
-        flat.layout.full_numel if whole or placement.of(flat).rank is None else flat.layout.shard_numel
-        for flat, whole in zip(flats, in_place, strict=True)
+        flat.layout.full_numel if there or placement.of(flat).rank is None else flat.layout.shard_numel
+        for flat, there in zip(flats, in_place, strict=True)
     ]
     kept = allocate_arenas([(flat.layout.dtype, flat.layout.trainable) for flat in flats], lengths, device)
-    cast = [flat for flat, whole in zip(flats, in_place, strict=True) if placement.of(flat).permanent and not whole]
+    cast = [flat for flat, there in zip(flats, in_place, strict=True) if placement.of(flat).permanent and not there]
     kinds = [(flat.compute, flat.layout.trainable) for flat in cast]
     fulls = iter(allocate_arenas(kinds, [flat.layout.full_numel for flat in cast], device))
-    for flat, whole, local in zip(flats, in_place, kept, strict=True):
-        if not whole:
+    for flat, there, local in zip(flats, in_place, kept, strict=True):
+        if not there:
             yield local, next(fulls) if placement.of(flat).permanent else None
         elif (rank := placement.of(flat).rank) is None:
             yield local, local

@@ -2,7 +2,7 @@
 
 All ranks first turn these tensors into placeholders on a real device. Then rank 0 initializes one module after the
 other. When all modules inside a unit are initialized, the unit's values are broadcast, and the former memory of its
-parameters is freed. So at any time, at most one unit and the units around it have whole values.
+parameters is freed. So at any time, at most one unit and the units around it have full values.
 
 A parameter on the meta device may have its values in a file (`set_values`). Each rank reads its own part of them, and
 nothing is sent.
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import CHUNK_BYTES, Context, broadcast
+from shardlite.comm import Context, broadcast
+from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.errors import LayoutError
 from shardlite.params import ROOT, Flat, Unit
 from shardlite.wrapping.partition import UnitPlan
@@ -283,6 +284,18 @@ def _broadcast_flat(flat: Flat, context: Context, value: Callable[[nn.Parameter]
             flat.write(piece[begin - start : end - start], begin - first)
 
 
+def broadcast_full(module: nn.Module, units: Sequence[Unit], context: Context, source: Mapping[Tensor, Tensor]) -> None:
+    """Write rank 0's values of parameters and buffers, full tensors by entry, on all ranks. Collective."""
+    for unit in units:
+        broadcast_values(unit, context, lambda param: source[param])
+    with torch.no_grad():
+        for entry, value in source.items():
+            if not isinstance(entry, nn.Parameter) and context.rank == 0:
+                entry.copy_(value)
+    broadcast_buffers(module, context)
+    context.trim(keep=0)
+
+
 class _Source:
     """The values of a flat (flat parameter) in the layout of a full buffer [W*S], read in pieces in ascending order."""
 
@@ -312,9 +325,9 @@ def broadcast_buffers(module: nn.Module, context: Context, compound: Collection[
     A buffer that already has rank 0's values is not written, because such a buffer may be an expanded view (a mask),
     which does not allow writes.
     """
-    whole = [(name, param) for name, param in module.named_parameters() if param in compound]
+    named = [(name, param) for name, param in module.named_parameters() if param in compound]
     with torch.no_grad():
-        for name, buffer in (each for pair in (*module.named_buffers(), *whole) for each in _inner(*pair)):
+        for name, buffer in (each for pair in (*module.named_buffers(), *named) for each in _inner(*pair)):
             flat = buffer.detach().reshape(-1).clone()
             operation = context.operation(f"buffer {name!r}", "buffers")
             for transport in context.transports:
@@ -381,8 +394,8 @@ def _leave_meta(tensor: Tensor, device: torch.device) -> None:
     valid. `torch.utils.swap_tensors` is not used, because it refuses tensors with weak references, and would also swap
     attributes.
     """
-    whole = () if isinstance(tensor, nn.Parameter) else tensor.shape
-    memory = torch.zeros(whole, dtype=tensor.dtype, device=device)
+    shape = () if isinstance(tensor, nn.Parameter) else tensor.shape
+    memory = torch.zeros(shape, dtype=tensor.dtype, device=device)
     fresh = memory.expand(tensor.shape).data.requires_grad_(tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, fresh)
 

@@ -33,7 +33,7 @@ share of the largest block's parameters. Otherwise it stays in the root.
 
 
 REPLICATED = "(replicated)"
-"""Name of the unit of all parameters that every rank keeps whole."""
+"""Name of the unit of all parameters that every rank keeps in full."""
 
 NEVER_CALLED = (nn.ParameterList, nn.ParameterDict, NonDynamicallyQuantizableLinear)
 """Classes of modules that are not called, because the enclosing module reads their parameters. The last class is the
@@ -80,10 +80,10 @@ def partition_module(
             if param is not None and param not in ignored:
                 names.setdefault(param, f"{path}.{attribute}".lstrip("."))
                 chains[param] = _common(chains.get(param, chain), chain)
-    whole = UnitPlan(REPLICATED, model, replicated=True)
+    kept = UnitPlan(REPLICATED, model, replicated=True)
     for param, name in names.items():
-        (whole if param in replicated else chains[param][-1]).params[param] = name
-    return [*plans.values(), *([whole] if whole.params else [])]
+        (kept if param in replicated else chains[param][-1]).params[param] = name
+    return [*plans.values(), *([kept] if kept.params else [])]
 
 
 def needs(module: nn.Module, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:

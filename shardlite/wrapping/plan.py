@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from shardlite.comm import Ranks, agree
 from shardlite.config import QUANTIZABLE, Precision
-from shardlite.params import ALIGN, ROOT, Layout, lay_out
+from shardlite.params import ALIGN, ROOT, Layout
+from shardlite.params.layout import lay_out
 from shardlite.wrapping import init, validate
 from shardlite.wrapping.keep import Dtypes, dtypes_of
 from shardlite.wrapping.partition import UnitPlan, applies, partition_module

@@ -12,7 +12,8 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardlite.comm import SUMMABLE, Ranks
+from shardlite.comm import Ranks
+from shardlite.comm.collectives import SUMMABLE
 from shardlite.config import MemoryLimit, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key
@@ -38,12 +39,8 @@ class Options:
     units: UnitPolicy = None
     precision: Precision = field(default_factory=Precision)
     reshard_after_forward: UnitRule = True
-    ignored: Collection[Tensor] = frozenset()
-    """Parameters that are not sharded."""
-
-    replicated: Collection[Tensor] = frozenset()
-    """Parameters that every rank keeps whole, with averaged gradients."""
-
+    ignore: Iterable[nn.Module | nn.Parameter] = ()
+    replicate: Iterable[nn.Module | nn.Parameter] = ()
     device: torch.device | str | None = None
     init: Init = None
     prefetch: int = 1
@@ -51,6 +48,16 @@ class Options:
     buffers: str = "rank0"
     memory_limit: MemoryLimit | None = None
     timeout: timedelta = timedelta(minutes=10)
+
+    ignored: Collection[Tensor] = field(init=False)
+    """Parameters that are not sharded."""
+
+    ignored_modules: Sequence[nn.Module] = field(init=False)
+    replicated: Collection[Tensor] = field(init=False)
+    """Parameters that every rank keeps, with averaged gradients."""
+
+    compound: Collection[Tensor] = field(init=False)
+    """Frozen parameters in `replicate` that consist of other tensors (quantized weights). They are ignored, too."""
 
     def __post_init__(self) -> None:
         """Check the options that can be checked without a module and without ranks.
@@ -65,6 +72,15 @@ class Options:
         rule = self.reshard_after_forward
         if not isinstance(rule, bool) and not callable(rule):
             raise TypeError(f"reshard_after_forward must be a bool or callable(name, module) -> bool, got {rule!r}")
+        modules, ignored = _split_entries("ignore", self.ignore)
+        _, replicated = _split_entries("replicate", self.replicate)
+        compound = {each for each in replicated if is_traceable_wrapper_subclass(each) and not each.requires_grad}
+        vars(self).update(  # of a frozen instance
+            ignored=ignored | compound,
+            ignored_modules=modules,
+            replicated=replicated - compound,
+            compound=compound - ignored,
+        )
 
 
 def mark_wrapped(units: Iterable[Unit]) -> None:
@@ -81,7 +97,7 @@ def unmark_wrapped(units: Iterable[Unit]) -> None:
             _wrapped.pop(param, None)  # type: ignore[no-untyped-call]
 
 
-def split_entries(keyword: str, given: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.Module], set[Tensor]]:
+def _split_entries(keyword: str, given: Iterable[nn.Module | nn.Parameter]) -> tuple[list[nn.Module], set[Tensor]]:
     """Return the modules in `given`, and the parameters in `given` or in its modules. Errors name the `keyword`.
 
     Raises:
@@ -96,16 +112,6 @@ def split_entries(keyword: str, given: Iterable[nn.Module | nn.Parameter]) -> tu
     if strange := [each for each in entries if not isinstance(each, nn.Module | nn.Parameter)]:
         raise LayoutError(f"{keyword} must contain modules and parameters only, got {type(strange[0]).__name__}")
     return modules, params.union(*(each.parameters() for each in modules))
-
-
-def take_compound(replicated: set[Tensor]) -> set[Tensor]:
-    """Remove frozen parameters that consist of other tensors (quantized weights), and return them.
-
-    They have no gradients, so every rank keeps them whole as they are.
-    """
-    compound = {each for each in replicated if is_traceable_wrapper_subclass(each) and not each.requires_grad}
-    replicated -= compound
-    return compound
 
 
 def device_for(module: nn.Module, device: torch.device | str | None, default: torch.device) -> torch.device:
@@ -165,7 +171,7 @@ def check_module(
 
 
 def check_replicated(module: nn.Module, options: Options) -> None:
-    """Check the parameters that every rank keeps whole, after identical parameters were tied.
+    """Check the parameters that every rank keeps in full, after identical parameters were tied.
 
     Raises:
         LayoutError: such a parameter is ignored too, or the model does not contain it, or no other parameter is left.

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from shardlite_kernels import ring_reduce_scatter_reference
+from shardlite_kernels.device_ring import ring_reduce_scatter_reference
 
 from bench.gpu import ROOT, calls, graphs, kernels, pair, run, table, training
 from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS, idle

@@ -112,8 +112,8 @@ def same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)], indirect=["group"])
 @pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
-def test_whole_tensors_come_out(group: Any, kind: str, stage: int) -> None:
-    """Whole tensors are those of an unsharded model that has had the same steps, in a file, too."""
+def test_full_tensors_come_out(group: Any, kind: str, stage: int) -> None:
+    """Full tensors are those of an unsharded model that has had the same steps, in a file, too."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
     plain, its = trained(group, OPTIMIZERS[kind], stage=0)
     expected = get_state_dict(plain, its)
@@ -210,12 +210,12 @@ def into_body(group: Any, kind: str, stage: int, flatten: bool, master: Any) -> 
 @pytest.mark.parametrize("stage", [3, 1, 0])
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_whole_tensors_go_in(cluster, kind, flatten, stage):
+def test_full_tensors_go_in(cluster, kind, flatten, stage):
     cluster.check(into_body, 2, kind, stage, flatten, torch.float32)
 
 
 @pytest.mark.parametrize("stage", [2, 0])
-def test_whole_tensors_go_into_split_weights(cluster, stage):
+def test_full_tensors_go_into_split_weights(cluster, stage):
     cluster.check(into_body, 3, "ours", stage, False, "split24")
 
 
@@ -312,14 +312,14 @@ def test_states_of_something_else_are_refused(group: Any, kind: str, stage: int)
         ({}, "'state' and 'param_groups', got nothing"),
         ({"a": 1}, "got a"),
     ]
-    for given, words in refused + ([(shards, "takes whole tensors, got shards")] if stage else []):
+    for given, words in refused + ([(shards, "takes full tensors, got shards")] if stage else []):
         for broadcast in (False, True):
             told = StateDictOptions(broadcast_from_rank0=broadcast, **FULL)
             with pytest.raises((LayoutError, ValueError, RuntimeError), match=words if given else "empty|got nothing"):
                 set_optimizer_state_dict(model, optimizer, given, options=told)
     same(get_optimizer_state_dict(model, optimizer, options=options), before)
     if stage:
-        with pytest.raises(LayoutError, match="is a shard, but whole tensors are required"):
+        with pytest.raises(LayoutError, match="is a shard, but full tensors are required"):
             model.load_full_state_dict(model.state_dict())
 
 

@@ -372,8 +372,8 @@ def test_a_state_that_does_not_fit_is_refused_on_every_rank(group: Any) -> None:
     model = ShardLite(Branches(), group=group)
     optimizer = ours(model.parameters())
     for wrong, message in (
-        (None, "needs a whole optimizer.state_dict"),
-        ({"state": state["state"]}, "needs a whole optimizer.state_dict"),
+        (None, "needs a full optimizer.state_dict"),
+        ({"state": state["state"]}, "needs a full optimizer.state_dict"),
         ({**state, "param_groups": state["param_groups"][:1]}, "has groups of .* and Adam of"),
         ({**state, "param_groups": state["param_groups"][::-1]}, "has groups of .* and Adam of"),
         ({**state, "state": {99: {}}}, "has no parameters 99 of the state"),

@@ -67,7 +67,7 @@ def test_every_rank_refuses_and_works_after_a_load(group: Any, stage: int, path:
 
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("load", ["load_full_state_dict", "load_state_dict"])
-def test_whole_weights_can_be_loaded_instead(group: Any, stage: int, load: str) -> None:
+def test_full_weights_can_be_loaded_instead(group: Any, stage: int, load: str) -> None:
     model, optimizer = trained(group, stage)
     saved = copy.deepcopy(model.full_state_dict())
     step(model, optimizer, skips=dist.get_rank(group) == 1)

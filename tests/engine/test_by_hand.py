@@ -106,7 +106,7 @@ def at_once(params: list[nn.Parameter]) -> None:
 
 @pytest.mark.stages(0, 3)
 @pytest.mark.parametrize("step", [by_data, by_add, without_data, at_once])
-def test_steps_of_whole_parameters_are_refused(group, step, stage):
+def test_steps_of_full_parameters_are_refused(group, step, stage):
     """At stage 0 they are what is stepped; elsewhere every rank is told, and has changed nothing."""
     model = ShardLite(net(), group=group, stage=stage, units=UNITS)
     rows(model, Turn(0, dist.get_rank(), 0)).backward()

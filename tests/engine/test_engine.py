@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import AdamW, LayoutError, ShardLite, WholeParameters
-from shardlite.params import Sharded
+from shardlite.params.parameters import Sharded
 from tests.support.models.residual import WIDTH, Block, net
 from tests.support.twins.sharded import Turn, same_bits, take_step
 

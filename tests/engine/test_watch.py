@@ -1,4 +1,4 @@
-"""Code that takes a shard for the whole parameter gets one warning on every rank, or an error on all ranks."""
+"""Code that takes a shard for the full parameter gets one warning on every rank, or an error on all ranks."""
 
 import copy
 import io
@@ -156,8 +156,8 @@ def test_norms_that_are_logged_with_gradients_enabled(group: Any) -> None:
 
 
 @pytest.mark.parametrize(("group", "stage"), [(1, 3), (2, 0)], indirect=["group"])
-def test_whole_parameters_are_not(group: Any, stage: int) -> None:
-    """Whole parameters are not watched."""
+def test_full_parameters_are_not(group: Any, stage: int) -> None:
+    """Full parameters are not watched."""
     model, loss = model_and_loss(group, stage=stage)
     loss().backward()
     assert heard(lambda: [use(list(model.parameters())) for use in USES.values()]) == []
@@ -402,7 +402,7 @@ def test_steps_by_operators_of_other_libraries_are_not_warned_of(group: Any) -> 
     assert heard(step) == []
 
 
-def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
+def test_moving_averages_over_full_copies_are_refused(group: Any) -> None:
     """A moving average over a copy from before wrapping is refused in the words that every rank gets."""
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH))
@@ -415,7 +415,7 @@ def test_moving_averages_over_whole_copies_are_refused(group: Any) -> None:
             step(a, p)
 
     for step in (lambda a, p: a.lerp_(p, 0.1), lambda a, p: a.mul_(0.9).add_(p.data, alpha=0.1)):
-        with pytest.raises(LayoutError, match=r"of a whole parameter and a shard of '\d\."):
+        with pytest.raises(LayoutError, match=r"of a full parameter and a shard of '\d\."):
             update(step)
 
 

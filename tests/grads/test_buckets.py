@@ -21,7 +21,7 @@ from torch import Tensor, nn, optim
 from shardlite import AdamW, ShardLite
 from shardlite.comm import streams
 from shardlite.grads.bucket import Bucket, Memory, Spares
-from shardlite.params import Gradients
+from shardlite.params.unit import Gradients
 from tests.support.internals import reducer
 from tests.support.models.residual import Chain
 from tests.support.patience import seconds

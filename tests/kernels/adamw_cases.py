@@ -3,20 +3,12 @@
 from itertools import product
 
 import torch
-from shardlite_kernels import (
-    FORMATS,
-    SCALE_BLOCK,
-    CpuStep,
-    Hyper,
-    State,
-    Table,
-    adamw_scalars,
-    adamw_scalars_reference,
-    encode,
-    hyper_table,
-    keys,
-    split_reference,
-)
+from shardlite_kernels import FORMATS, SCALE_BLOCK, Hyper, State, Table
+from shardlite_kernels.adamw_cpu import CpuStep
+from shardlite_kernels.moments import encode
+from shardlite_kernels.noise import keys
+from shardlite_kernels.scalars import adamw_scalars, adamw_scalars_reference, hyper_table
+from shardlite_kernels.split import split_reference
 
 from tests.kernels.bits import assert_same_bits, pairs
 

@@ -1,7 +1,7 @@
 """What the tests of casts, quantization and split weights share: inputs that are hard to round."""
 
 import torch
-from shardlite_kernels import dequantize, quantize
+from shardlite_kernels.quantize import dequantize, quantize
 from torch import Tensor
 
 from tests.kernels.bits import pairs

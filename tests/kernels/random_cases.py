@@ -1,8 +1,7 @@
 """Random bits as a launch over many parameters sees them."""
 
 import torch
-from shardlite_kernels import keys
-from shardlite_kernels.noise import random_bits_reference
+from shardlite_kernels.noise import keys, random_bits_reference
 
 
 def random_by_rows(numel, rows=64):

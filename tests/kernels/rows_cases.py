@@ -4,7 +4,8 @@ from itertools import product
 from typing import Any
 
 import torch
-from shardlite_kernels import add_rows, add_rows_reference, hop
+from shardlite_kernels import add_rows, hop
+from shardlite_kernels.rows import add_rows_reference
 from torch import Tensor
 
 from tests.kernels.bits import assert_same_bits, pairs

@@ -1,7 +1,8 @@
 """What the tests of statistics share: tensors, and how far a sum may be off."""
 
 import torch
-from shardlite_kernels import new_stats, stats_block, stats_reference
+from shardlite_kernels import new_stats, stats_block
+from shardlite_kernels.stats import stats_reference
 from torch import Tensor
 
 from tests.kernels.bits import pairs

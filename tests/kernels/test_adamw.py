@@ -2,17 +2,10 @@
 
 import pytest
 import torch
-from shardlite_kernels import (
-    CpuStep,
-    State,
-    adamw,
-    adamw_cpu,
-    adamw_reference,
-    reduce_adamw,
-    reduce_adamw_cpu,
-    reduce_adamw_reference,
-)
+from shardlite_kernels import State
+from shardlite_kernels.adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
+from shardlite_kernels.adamw_cpu import CpuStep, adamw_cpu, reduce_adamw_cpu
 
 from tests.kernels.adamw_cases import (
     FORMS,

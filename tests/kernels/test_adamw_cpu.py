@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from shardlite_kernels import (
-    CpuStep,
-    State,
-    adamw_cpu,
-    adamw_reference,
-    add_rows,
-    add_rows_adamw_cpu,
-    hop,
-    reduce_adamw_cpu,
-    split_reference,
-)
+from shardlite_kernels import State, add_rows, hop
+from shardlite_kernels.adamw import adamw_reference
 from shardlite_kernels.adamw_cpu import _CHUNK as CHUNK
 from shardlite_kernels.adamw_cpu import _NARROW_CHUNK as NARROW_CHUNK
+from shardlite_kernels.adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, reduce_adamw_cpu
 from shardlite_kernels.moments import encode
+from shardlite_kernels.split import split_reference
 
 from shardlite.telemetry.meter import Meter
 from tests.kernels.adamw_cases import (

@@ -2,15 +2,9 @@
 
 import pytest
 import torch
-from shardlite_kernels import (
-    State,
-    adamw,
-    adamw_reference,
-    adamw_scalars,
-    hyper_table,
-    reduce_adamw,
-    reduce_adamw_reference,
-)
+from shardlite_kernels import State
+from shardlite_kernels.adamw import adamw, adamw_reference, reduce_adamw, reduce_adamw_reference
+from shardlite_kernels.scalars import adamw_scalars, hyper_table
 
 from tests.kernels.adamw_cases import (
     FORMS,

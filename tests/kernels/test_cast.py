@@ -5,7 +5,8 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import cast, cast_reference
+from shardlite_kernels import cast
+from shardlite_kernels.cast import cast_reference
 from torch import Tensor
 
 from tests.kernels.bits import assert_same_bits, pairs

@@ -9,14 +9,11 @@ import numbers
 
 import pytest
 import torch
-from shardlite_kernels import (
-    add_rows_adamw_reference,
-    add_rows_reference,
-    hop_reference,
-    reduce_adamw_reference,
-    ring_reduce_scatter_reference,
-)
+from shardlite_kernels.adamw import add_rows_adamw_reference, reduce_adamw_reference
+from shardlite_kernels.device_ring import ring_reduce_scatter_reference
+from shardlite_kernels.hop import hop_reference
 from shardlite_kernels.quantize import _step_reference
+from shardlite_kernels.rows import add_rows_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.adamw_cases import FORMS, assert_same_state, mixed_table, random_grad, random_state

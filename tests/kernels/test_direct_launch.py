@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, get_type_hints
 import pytest
 import torch
 import triton
-from shardlite_kernels import State, adamw, hop, launch
+from shardlite_kernels import State, hop, launch
+from shardlite_kernels.adamw import adamw
 from shardlite_kernels.hop import _hop_kernel
 from shardlite_kernels.scalars import Table
 

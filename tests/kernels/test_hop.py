@@ -4,7 +4,9 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import hop, hop_reference, new_stats, stats, stats_block, stats_rows
+from shardlite_kernels import hop, new_stats, stats, stats_block
+from shardlite_kernels.hop import hop_reference
+from shardlite_kernels.stats import stats_rows
 
 from tests.kernels.bits import assert_same_bits, pairs
 from tests.kernels.stats_cases import assert_rows, awkward, finite, numels

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from shardlite_kernels import SCALE_BLOCK, adamw_reference, decode, encode, keys
+from shardlite_kernels import SCALE_BLOCK
+from shardlite_kernels.adamw import adamw_reference
+from shardlite_kernels.moments import decode, encode
+from shardlite_kernels.noise import keys
 
 from tests.kernels.adamw_cases import HYPER, groups, one_row, random_grad, state_of
 from tests.kernels.bits import assert_same_bits, pairs

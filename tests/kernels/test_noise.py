@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from shardlite_kernels import Table, keys
-from shardlite_kernels.noise import random_bits_reference
+from shardlite_kernels import Table
+from shardlite_kernels.noise import keys, random_bits_reference
 
 
 def bits_of(numel, step=1, number=0, start=0, first=0):

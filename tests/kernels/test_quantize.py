@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from shardlite_kernels import dequantize, dequantize_reference, quantize, quantize_reference
+from shardlite_kernels.quantize import dequantize, dequantize_reference, quantize, quantize_reference
 
 from tests.kernels.bits import assert_all_same_bits, assert_same_bits
 from tests.kernels.pack_cases import FLOATS, INPUTS, inputs, read, written

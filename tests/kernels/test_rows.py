@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from shardlite_kernels import add_rows, add_rows_reference, new_stats, stats
+from shardlite_kernels import add_rows, new_stats, stats
+from shardlite_kernels.rows import add_rows_reference
 
 from tests.kernels.bits import assert_same_bits
 from tests.kernels.rows_cases import DTYPES, assert_sums_have_the_bits_of_hops, drawn, exchanged_in_place, hop_by_hop

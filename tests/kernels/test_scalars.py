@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from shardlite_kernels import Hyper, adamw_scalars, adamw_scalars_reference, hyper_table
+from shardlite_kernels import Hyper
+from shardlite_kernels.scalars import adamw_scalars, adamw_scalars_reference, hyper_table
 
 from tests.kernels.adamw_cases import CPU, HYPER
 from tests.kernels.bits import assert_same_bits

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from shardlite_kernels import scale, scale_all, scale_reference
-from shardlite_kernels.scale import _table
+from shardlite_kernels.scale import _table, scale, scale_all, scale_reference
 
 from tests.kernels.bits import assert_same_bits, pairs
 

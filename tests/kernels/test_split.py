@@ -5,8 +5,8 @@ They run on the CPU, and as kernels (`test_interpreter.py`).
 
 import pytest
 import torch
-from shardlite_kernels import join, join_reference, split, split_reference
-from shardlite_kernels.split import join_on_cpu, split_on_cpu
+from shardlite_kernels import split
+from shardlite_kernels.split import join, join_on_cpu, join_reference, split_on_cpu, split_reference
 
 from tests.kernels.bits import AWKWARD, assert_all_same_bits, assert_same_bits
 from tests.kernels.pack_cases import NANS, bits_of, every_kind, from_bits

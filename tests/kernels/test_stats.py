@@ -4,7 +4,8 @@ import threading
 
 import pytest
 import torch
-from shardlite_kernels import new_stats, stats, stats_block, stats_reference, stats_rows, stats_total
+from shardlite_kernels import new_stats, stats, stats_block
+from shardlite_kernels.stats import stats_reference, stats_rows, stats_total
 
 from tests.kernels.bits import assert_same_bits
 from tests.kernels.stats_cases import FLOATS, assert_rows, awkward, countable, finite, numels

@@ -12,7 +12,7 @@ from tests.support.twins.sharded import same_states, some_stages, take_step
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_averages_are_saved_and_loaded_as_whole_tensors(group, stage):
+def test_averages_are_saved_and_loaded_as_full_tensors(group, stage):
     """What is loaded inside are the averages."""
     model = ShardLite(net(), group=group, stage=stage)
     average = EMA(model, 0.5)

@@ -96,7 +96,7 @@ def state_dict_of_other_shards_body(group):
     model = ShardLite(net(), group=group)
     ours = model.state_dict()
     shards = {name: ShardTensor(torch.zeros(3), value.shape, 5) for name, value in ours.items()}
-    assert model.load_state_dict(saved) == ([], [])  # whole tensors are cut
+    assert model.load_state_dict(saved) == ([], [])  # full tensors are cut
     model.load_state_dict(shards)
 
 

@@ -1,4 +1,4 @@
-"""Whole weights, one after the other, and whole gradients."""
+"""Full weights, one after the other, and full gradients."""
 
 from datetime import timedelta
 from itertools import pairwise
@@ -313,7 +313,7 @@ def test_one_rank_alone_ends_in_an_error(doomed: Any, call: str, tmp_path: Path)
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute=torch.bfloat16)])
 @pytest.mark.parametrize(("group", "stage"), [(2, 3), (3, 3), (2, 2), slow(2, 1), (2, 0), (1, 3)], indirect=["group"])
 def test_a_gradient_is_that_of_a_plain_model(group: Any, stage: int, precision: Precision) -> None:
-    """Whole gradients have the twin's bits, before and after they are clipped."""
+    """Full gradients have the twin's bits, before and after they are clipped."""
     twin = Twin(net(), dist.get_world_size(group), units=nn.Linear, precision=precision)
     model = ShardLite(net(), stage=stage, units=nn.Linear, group=group, precision=precision)
     loss(model, dist.get_rank()).backward()

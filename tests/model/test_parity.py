@@ -383,7 +383,7 @@ def test_training_gives_the_bits_of_its_twin(cluster, name, world_size, recipe):
 
 
 @pytest.mark.parametrize(("name", "world_size"), [slow("tied", 3), ("mixed-dtypes", 2), slow("used-on-one-rank", 3)])
-def test_elementwise_optimizers_train_shards_like_whole_parameters(cluster, name, world_size):
+def test_elementwise_optimizers_train_shards_like_full_parameters(cluster, name, world_size):
     check_parity(cluster, name, world_size, list(RECIPES), stages=(3,))
 
 

@@ -210,7 +210,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_other_optimizers(group: Any, kind: str) -> None:
-    """Elementwise ones, and those that step whole parameters on their owners."""
+    """Elementwise ones, and those that step full parameters on their owners."""
     states = []
     for model in (wrapped(group), ShardLite(net(), group=group, units=Block)):
         optimizer = OPTIMIZERS[kind](model.parameters())
@@ -303,7 +303,7 @@ def test_all_ranks_have_the_same_copies(group: Any) -> None:
 
 
 def test_memory_and_traffic_by_formula(group: Any) -> None:
-    """Each rank holds whole weights and gradients; they are reduced, and never gathered."""
+    """Each rank holds full weights and gradients; they are reduced, and never gathered."""
     model = wrapped(group)
     (flat,) = next(unit for unit in units(model) if unit.replicated).flats
     numel = flat.layout.full_numel

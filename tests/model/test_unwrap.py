@@ -14,7 +14,8 @@ from torch import Tensor, nn, optim
 from torch.nn.parallel import DistributedDataParallel
 
 from shardlite import EMA, AdamW, PhaseError, Precision, ShardLite
-from shardlite.params import Sharded, ShardInfo
+from shardlite.params import ShardInfo
+from shardlite.params.parameters import Sharded
 from tests.support.internals import bridge as bridge_of
 from tests.support.internals import units
 from tests.support.twins.sharded import same_bits, same_states, take_step

@@ -32,7 +32,7 @@ def shard(start: int = 3, stop: int = 17) -> tuple[ShardTensor, torch.Tensor]:
     return ShardTensor(local, (4, 5), start), local
 
 
-def test_it_has_the_shape_of_the_whole_and_the_memory_of_the_shard():
+def test_it_has_the_shape_of_the_full_tensor_and_the_memory_of_the_shard():
     tensor, local = shard()
     assert tensor.shape == (4, 5)
     assert tensor.dtype == torch.float32

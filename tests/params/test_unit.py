@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import shardlite
-from shardlite.params import Gradients, Unit, Weights, check_move
+from shardlite.params import Unit, Weights
+from shardlite.params.unit import Gradients, check_move
 
 HOUSE = Path(shardlite.__file__).parent
 MUTATORS = {"add", "append", "clear", "discard", "extend", "pop", "remove", "update"}

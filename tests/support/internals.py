@@ -45,9 +45,9 @@ def reducer(model: ShardLite) -> Any:
 
 def backward_run(model: ShardLite) -> Any:
     """Return the backward that is running."""
-    return model._backward._run
+    return model._bridge.backward._run
 
 
 def shard_group(model: ShardLite) -> Any:
     """Return the process group whose ranks hold one copy of the model."""
-    return model._groups.shard
+    return model._context.ranks.shard

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from shardlite_kernels import CpuStep, Hyper, adamw_cpu, adamw_reference
+from shardlite_kernels import Hyper
+from shardlite_kernels.adamw import adamw_reference
+from shardlite_kernels.adamw_cpu import CpuStep, adamw_cpu
 from torch import Tensor, nn
 
 from shardlite import AdamW

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shardlite import AdamW, Route, ShardLite
-from shardlite.comm import are_equal, context
+from shardlite.comm import context
+from shardlite.comm.collectives import are_equal
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.weights.negotiation import Negotiation
 from tests.support.internals import context as context_of

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from shardlite_kernels import dequantize_reference, quantize_reference, split_reference
+from shardlite_kernels.quantize import dequantize_reference, quantize_reference
+from shardlite_kernels.split import split_reference
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional

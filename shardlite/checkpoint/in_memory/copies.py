@@ -31,7 +31,8 @@ from shardlite.checkpoint.contents import Run, check_run
 from shardlite.checkpoint.in_memory.holder import Agent, Holder
 from shardlite.checkpoint.in_memory.snapshot import Header, SavedSnapshot, Snapshot, SnapshotMemory
 from shardlite.checkpoint.peers import Peers
-from shardlite.comm import GlooTransport, host_name, over_gloo
+from shardlite.comm.transport.gloo import GlooTransport, over_gloo
+from shardlite.comm.transport.shared_memory.rendezvous import host_name
 from shardlite.errors import CheckpointError, CommError, check_int, check_path
 from shardlite.model import ShardLite
 

@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from shardlite.checkpoint.contents import Run, check_keys, generators, kind_of, names_of, pickled, states_in, unpickled
-from shardlite.comm import Mapping as SharedMemory
-from shardlite.comm import has_fixed_size, make_memory, physical_memory
+from shardlite.comm.transport.shared_memory.heap import Mapping as SharedMemory
+from shardlite.comm.transport.shared_memory.heap import has_fixed_size, make_memory, physical_memory
 from shardlite.errors import CheckpointError
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
@@ -41,7 +41,7 @@ _ALIGN = 64
 """Alignment of tensors, in bytes."""
 
 Record = tuple[str, int, torch.dtype, Sequence[int], str]
-"""The record of a tensor: its name, index of its first element in the whole tensor, dtype, shape, and device type."""
+"""The record of a tensor: its name, index of its first element in the full tensor, dtype, shape, and device type."""
 
 
 # ---- state of a rank ------------------------------------------------------------------------------------------------

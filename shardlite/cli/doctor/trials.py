@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from shardlite import comm
 from shardlite.cli import launch
+from shardlite.comm.transport.select import choose
 from shardlite.config import Route, TransportName
 from shardlite.errors import LayoutError, ShardLiteError
 
@@ -112,7 +113,7 @@ def _wrapped(start: str, text: str) -> list[str]:
 def _examine(name: TransportName, device: torch.device) -> list[str]:
     """Select a transport as the library does, check its results, and time it. Collective."""
     try:
-        choice = comm.choose(None, device, _TIMEOUT, route=Route(transport=name))
+        choice = choose(None, device, _TIMEOUT, route=Route(transport=name))
     except LayoutError as error:
         return [f"not available: {error}"]
     calls = _calls(choice.transport, device, name)

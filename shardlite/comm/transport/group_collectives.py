@@ -50,7 +50,7 @@ from shardlite.comm.executor import Rows
 from shardlite.comm.transport.base import Message, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
 from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, slices_of
+from shardlite.comm.transport.staging import SLICE_NBYTES, rows_of, slices_of, staged_in_bucket
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
@@ -188,7 +188,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
 
     def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
         """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
-        rows = 1 if self.world_size == 2 else self.world_size
+        rows = rows_of(self.world_size)
         slices = slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
         if rows == 1 or len(slices) < 2:
             return slices
@@ -198,18 +198,18 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
         if self.sums(cut):
             return cut.longest
-        if staged := self._in_bucket(cut, itemsize):
+        if staged := self._staged_in_bucket(cut, itemsize):
             return staged
         slices = self.slices(cut, itemsize, grain)
-        rows = 1 if self.world_size == 2 else self.world_size
+        rows = rows_of(self.world_size)
         rows *= 2 if rows > 1 and len(slices) > 1 else 1
         return rows * max((stop - start for start, stop in slices), default=0)
 
-    def _in_bucket(self, cut: Cut, itemsize: int) -> int:
+    def _staged_in_bucket(self, cut: Cut, itemsize: int) -> int:
         """Return the number of elements that are staged in an exchange inside the bucket, or 0 if there is none."""
         if not cut.even or self.first_row is None:
             return 0
-        return in_bucket(cut.longest, self.world_size, itemsize, self.slice_nbytes)
+        return staged_in_bucket(cut.longest, self.world_size, itemsize, self.slice_nbytes)
 
     def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
         """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
@@ -220,7 +220,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         Raises:
             CommError: a peer failed or is late.
         """
-        if not (count := self._in_bucket(cut, full.itemsize)):
+        if not (count := self._staged_in_bucket(cut, full.itemsize)):
             yield from super().rows(full, cut, staging)
             return
         staged = staging[:count]

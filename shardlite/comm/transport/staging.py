@@ -34,13 +34,18 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -
     return tuple((start, min(start + length, longest)) for start in range(0, longest, length or 1))
 
 
-def in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_NBYTES) -> int:
+def rows_of(world_size: int) -> int:
+    """Return the number of received rows of a segment: of two ranks, each adds its own summand from the bucket."""
+    return 1 if world_size == 2 else world_size
+
+
+def staged_in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_NBYTES) -> int:
     """Return the number of elements that a call of an exchange inside the bucket sends and that are staged, `D`.
 
     Return 0 if all received rows of segments of `longest` elements fit in `nbytes`, so that they are staged at once.
     Otherwise the result is a tenth to a fifth of the bucket `W*S`.
     """
-    rows = 1 if world_size == 2 else world_size
+    rows = rows_of(world_size)
     if world_size == 1 or rows * longest * itemsize <= nbytes:
         return 0
     steps = -(-(world_size - 1) // MOST_CALLS)
@@ -50,4 +55,4 @@ def in_bucket(longest: int, world_size: int, itemsize: int, nbytes: int = SLICE_
 
 def rows_numel(longest: int, world_size: int, itemsize: int) -> int:
     """Return the number of elements of the staging buffer of a reduction of equal segments in the order of a ring."""
-    return in_bucket(longest, world_size, itemsize) or (1 if world_size == 2 else world_size) * longest
+    return staged_in_bucket(longest, world_size, itemsize) or rows_of(world_size) * longest

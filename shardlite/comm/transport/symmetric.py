@@ -39,17 +39,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import (
-    PROGRAMS,
-    Peers,
-    flag_numel,
-    ring_reduce_adamw,
-    ring_reduce_scatter,
-    send,
-    slots_nbytes,
-    stats_block,
-    use_triton,
-)
+from shardlite_kernels import send, stats_block, use_triton
+from shardlite_kernels.device_ring import ring_reduce_adamw, ring_reduce_scatter
+from shardlite_kernels.signals import PROGRAMS, Peers, flag_numel, slots_nbytes
 from torch import Tensor
 from torch._C._distributed_c10d import _SymmetricMemory
 

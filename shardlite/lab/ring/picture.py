@@ -12,8 +12,9 @@ from functools import reduce
 from itertools import chain
 from textwrap import wrap
 
-from shardlite.comm import Order, Schedule, Transfer, order_of_addition
 from shardlite.comm import schedule as schedules
+from shardlite.comm.schedule import Order, order_of_addition
+from shardlite.comm.transfers import Schedule, Transfer
 
 WIDTH, HEIGHT = 120, 100
 """The maximum number of columns of a page, and of lines in its tables.

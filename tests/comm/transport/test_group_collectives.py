@@ -161,7 +161,7 @@ def reduce_in_slices(transport, cases, divisor):
         for case in cases:
             cut = cut_up(case.numel, case.dtype, transport, case.cuts, None)
             needed = staging_numel(case.numel, transport, case.dtype, cuts=case.cuts) * case.dtype.itemsize
-            in_bucket = transport._in_bucket(cut, case.dtype.itemsize) * case.dtype.itemsize
+            in_bucket = transport._staged_in_bucket(cut, case.dtype.itemsize) * case.dtype.itemsize
             shortest = 2 * transport.world_size * staging.SHORTEST * case.dtype.itemsize
             assert needed == in_bucket or (not in_bucket and needed <= max(512, shortest))
         return reduce_everything(transport, cases, divisor)

@@ -11,17 +11,13 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import (
-    Peers,
-    flag_numel,
-    ring_failure,
+from shardlite_kernels.device_ring import (
     ring_reduce_adamw,
     ring_reduce_adamw_reference,
     ring_reduce_scatter,
     ring_reduce_scatter_reference,
-    slots_nbytes,
 )
-from shardlite_kernels.signals import FREED
+from shardlite_kernels.signals import FREED, Peers, flag_numel, ring_failure, slots_nbytes
 from triton._C.libtriton.ir import ATOMIC_OP
 from triton.runtime.interpreter import InterpreterBuilder
 

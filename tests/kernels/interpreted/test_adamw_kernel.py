@@ -4,17 +4,14 @@ from itertools import pairwise
 
 import pytest
 import torch
-from shardlite_kernels import (
-    FORMATS,
-    State,
-    Table,
+from shardlite_kernels import FORMATS, State, Table, use_triton
+from shardlite_kernels.adamw import (
     adamw,
     adamw_reference,
     add_rows_adamw,
     add_rows_adamw_reference,
     reduce_adamw,
     reduce_adamw_reference,
-    use_triton,
 )
 
 from tests.kernels.adamw_cases import (

@@ -5,7 +5,8 @@ Ranks take turns in one process, so that they overtake each other everywhere. On
 
 import pytest
 import torch
-from shardlite_kernels import Peers, ring_failure, ring_reduce_adamw, ring_reduce_scatter
+from shardlite_kernels.device_ring import ring_reduce_adamw, ring_reduce_scatter
+from shardlite_kernels.signals import Peers, ring_failure
 
 from tests.kernels.adamw_cases import FORMS, mixed_table, random_state
 from tests.kernels.interpreted.ring_ranks import (

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from shardlite_kernels import FORMATS, Hyper, adamw_scalars_reference
+from shardlite_kernels import FORMATS, Hyper
+from shardlite_kernels.scalars import adamw_scalars_reference
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardlite.optim import counts

@@ -19,7 +19,8 @@ from triton._C.libtriton.ir import ATOMIC_OP
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, interpreter_builder
 
 from shardlite import AdamW, CommError
-from shardlite.comm import Operation, ring_step
+from shardlite.comm import Operation
+from shardlite.comm.collectives import ring_step
 from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
 from tests.kernels.adamw_cases import mixed_table, random_state
 from tests.kernels.interpreted.language import quicken

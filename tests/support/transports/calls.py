@@ -6,7 +6,8 @@ from typing import Any
 from shardlite_kernels import stats_block
 from torch import Tensor
 
-from shardlite.comm import Operation, StoreMean, Transport, collectives, cut_up
+from shardlite.comm import Operation, Transport, collectives, cut_up
+from shardlite.comm.collectives import StoreMean
 from shardlite.comm.operation import UNNAMED
 
 

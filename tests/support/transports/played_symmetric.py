@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import flag_numel, slots_nbytes
+from shardlite_kernels.signals import flag_numel, slots_nbytes
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

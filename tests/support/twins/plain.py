@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import new_stats, stats, stats_total
+from shardlite_kernels import new_stats, stats
+from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
 

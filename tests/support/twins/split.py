@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from shardlite_kernels import join, split
+from shardlite_kernels import split
+from shardlite_kernels.split import join
 from torch import Tensor, nn
 
 from shardlite import AdamW, Precision, ShardLite

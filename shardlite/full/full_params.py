@@ -6,9 +6,8 @@ parameters of one kind in a unit, in one buffer.
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from difflib import get_close_matches
 from functools import partial
 from typing import Any
@@ -17,12 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from shardlite.comm import Context
-from shardlite.engine.local_shards import gather_param
-from shardlite.engine.weight_stream import pieces_of
-from shardlite.errors import LayoutError, PhaseError, lacking, some_of
-from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, apart, detach, is_dtensor, scripts
-from shardlite.weights import Calls, Gathering, differs, take_over
+from shardlite.comm import Context, all_gather_json, problem_in
+from shardlite.errors import LayoutError, PhaseError, check_int, lacking, some_of
+from shardlite.full.gathered import gathered
+from shardlite.full.pieces import Piece, gather_param, pieces_of
+from shardlite.full.weight_stream import WeightStream
+from shardlite.params import Flat, ShardInfo, ShardTensor, Unit, is_dtensor, scripts
+from shardlite.params.parameters import detach
+from shardlite.params.shard_tensor import apart
+from shardlite.weights import Calls, Gathering
 
 NO_COPY = (
     "a wrapped model cannot be copied or pickled, because it is connected to other ranks. For a copy, wrap a second "
@@ -41,14 +43,15 @@ class FullParameters:
         units: Sequence[Unit],
         context: Context,
         gatherer: Gathering,
-        calls: Calls | None,
+        ignored: Collection[Tensor],
     ) -> None:
-        """Register hooks on the module. With `calls`, autograd saves handles instead of full parameters."""
+        """Register hooks on the module. Each rank has its own parameters in `ignored`."""
         self._module = module
         self._units = units
         self._context = context
         self._gatherer = gatherer
-        self._calls = calls
+        self._ignored = ignored
+        self.stream = WeightStream(context)
         self._places: dict[Tensor, tuple[Unit, Flat, int]] = {
             param: (unit, flat, i) for unit in units for flat in unit.flats for i, param in enumerate(flat.params)
         }
@@ -70,42 +73,13 @@ class FullParameters:
                 self._hooks.append(each.register_state_dict_pre_hook(reads))  # type: ignore[no-untyped-call]
                 self._hooks.append(each.register_load_state_dict_pre_hook(loads))  # type: ignore[no-untyped-call]
 
-    @contextmanager
-    def gathered(self, names: Sequence[str], *, writeback: bool) -> Iterator[None]:
-        """Unshard the units of the named parameters, or all units if `names` is empty.
-
-        At exit, copy changed weights to the shards. If `writeback` is false, undo the changes instead.
+    def gathered(self, names: Sequence[str], calls: Calls | None, *, writeback: bool) -> AbstractContextManager[None]:
+        """Unshard the units of the named parameters, or all units if `names` is empty. See `gathered.py`.
 
         Raises:
             LayoutError: there is no parameter with one of these names.
         """
-        units = self._units_with(names)
-        self._context.version.gathered += 1
-        flats = [flat for unit in units for flat in unit.flats if flat.in_place]
-        with self._held(units), ExitStack() as undo:
-            undo.callback(self._gatherer.forget, units)  # the next forward must not see undone writes
-            before = {flat: _Before(flat, flat.local.clone(), flat.local._version) for flat in flats}
-            for each in before.values():
-                self._context.ledger.track("copies", each.copy)
-                undo.callback(each.restore)
-            yield
-            if writeback:
-                self._write_back(units, before)
-                undo.pop_all()
-
-    @contextmanager
-    def _held(self, units: Sequence[Unit]) -> Iterator[None]:
-        """Unshard the units inside the block, and make autograd save handles for computations with their parameters."""
-        with ExitStack() as undo:
-            with self._gatherer.passes.inside_pass(f"gathered() of {[unit.name for unit in units]}"):
-                for unit in units:
-                    if unit.replicated:
-                        continue
-                    self._gatherer.unshard(unit)
-                    undo.callback(self._gatherer.reshard, unit)
-            if self._calls is not None:
-                undo.enter_context(self._calls.inside_gathered())
-            yield
+        return gathered(self._units_with(names), self._context, self._gatherer, calls, writeback=writeback)
 
     def state_dict(self, rank: int | None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Return CPU copies of all parameters and persistent buffers. If `names` is given, copy only the named ones.
@@ -117,51 +91,91 @@ class FullParameters:
         wanted = rank is None or rank == self._context.rank
         full: dict[Tensor, Tensor] = {}
         for piece in pieces_of(self._units):
-            whole = piece.gather(self._context)
+            values = piece.gather(self._context)
             if wanted:
-                views = ((param, view) for param, view in piece.views(whole) if param in kept)
+                views = ((param, view) for param, view in piece.views(values) if param in kept)
                 full.update({param: view.to("cpu", copy=True) for param, view in views})
-            del whole  # free it before the next piece is gathered
+            del values  # free it before the next piece is gathered
         self._context.trim(keep=0)
         if not wanted:
             return {}
         return {name: full[entry] if entry in full else entry.to("cpu", copy=True) for name, entry in entries.items()}
 
     def make_plain(self) -> None:
-        """Turn the module's parameters into ordinary parameters with whole values. Gather one piece at a time."""
+        """Turn the module's parameters into ordinary parameters with full values. Gather one piece at a time."""
         with torch.inference_mode(False), torch.no_grad():
             for piece in pieces_of(self._units):
-                whole = piece.gather(self._context)
-                for param, view in piece.views(whole):
+                values = piece.gather(self._context)
+                for param, view in piece.views(values):
                     detach(param, view.clone())
                     ShardInfo.forget(param)
-                del whole  # free it before the next piece is gathered
+                del values  # free it before the next piece is gathered
         self._context.trim(keep=0)
         while self._hooks:
             self._hooks.pop().remove()
 
-    def names(self) -> dict[Tensor, list[str]]:
-        """Return all names of each of the module's own parameters. A tied parameter has several."""
+    def parameters(
+        self, dtype: torch.dtype | None, max_bytes: int | None, check: Callable[[], object], *, trainable: bool
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield copies of full parameters, see `ShardLite.full_parameters`. `check` raises if they cannot be read."""
         names: dict[Tensor, list[str]] = {}
         for name, param in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(param, []).append(name)
-        return names
+            if param.requires_grad or not trainable:
+                names.setdefault(param, []).append(name)
+        pieces: list[Piece] = []
 
-    def find(self, name: str, ignored: Collection[Tensor]) -> tuple[Flat, int]:
+        def check_arguments() -> None:
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"full_parameters(dtype=...) must be a floating-point dtype, got {dtype!r}")
+            if max_bytes is not None:
+                check_int("full_parameters(max_bytes=...), a number of bytes,", max_bytes)
+            pieces.extend(pieces_of(self._units, dtype=dtype, only=names, max_bytes=max_bytes))
+
+        facts = [f"full_parameters(dtype={dtype}, max_bytes={max_bytes}, trainable={trainable})"]
+        problem = problem_in(check, check_arguments)
+        self._context.agree("full_parameters()", problem, facts, subject="calls", loads=False)
+        self._gatherer.settle()
+        yield from self.stream.over(pieces, names, max_bytes)
+        self._context.trim(keep=0)
+        for own in filter(self._ignored.__contains__, names):
+            value = own.detach().to(dtype if own.is_floating_point() else None)
+            yield from ((name, value.clone()) for name in names[own])
+
+    def gradient(self, name: str, check: Callable[[], object]) -> Tensor | None:
+        """Return a copy of a full gradient, see `ShardLite.full_grad`. `check` raises if gradients cannot be read."""
+        place, fact, problem = None, f"full_grad({name!r})", None
+        try:
+            flat, index = place = self._find(name)
+            check()
+            fact += " of a parameter without a gradient" * (flat.shards[index].grad is None)
+        except (LayoutError, PhaseError) as error:
+            problem = error
+        self._context.agree("full_grad()", problem, [fact], subject="calls", loads=False)
+        assert place is not None, "`agree` has raised any problem"
+        flat, index = place
+        if (grad := flat.shards[index].grad) is None:
+            return None
+        with torch.no_grad():
+            grad = grad.to_dense() if grad.is_sparse else grad.detach()
+            return gather_param(self._context, flat, index, grad.reshape(-1))
+
+    def _find(self, name: str) -> tuple[Flat, int]:
         """Return the flat of the parameter `name`, and the index of its slot.
 
         Raises:
-            LayoutError: the model has no parameter of this name, or it is in `ignored`.
+            LayoutError: the model has no parameter of this name, or it is ignored or frozen.
         """
         params = dict(self._module.named_parameters(remove_duplicate=False))
         if name not in params:
             close = get_close_matches(str(name), params, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {some_of(params)}"
             raise LayoutError(f"there is no parameter {name!r}: {hint}")
-        if params[name] in ignored:
+        if params[name] in self._ignored:
             raise LayoutError(
-                f"parameter {name!r} is ignored, so each rank has its own whole gradient: read `.grad` of the parameter"
+                f"parameter {name!r} is ignored, so each rank has its own full gradient: read `.grad` of the parameter"
             )
+        if not params[name].requires_grad:
+            raise LayoutError(f"full_grad(): parameter {name!r} is frozen, so it has no gradient")
         return self._places[params[name]][1:]
 
     def sharded_state_dict(self) -> dict[str, Tensor]:
@@ -177,7 +191,7 @@ class FullParameters:
 
     @torch.no_grad()
     def take_sharded(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Load buffers, and this rank's part of each parameter. A value may be such a part or a whole tensor."""
+        """Load buffers, and this rank's part of each parameter. A value may be such a part or a full tensor."""
         for name, entry in self.entries().items():
             if name not in state_dict:
                 continue
@@ -189,6 +203,24 @@ class FullParameters:
             given = value.read() if isinstance(value, ShardTensor) else flat.part_of(i, value.detach())
             if flat.low is not None or given.data_ptr() != flat.shards[i].data_ptr():
                 flat.write_param(i, given)
+
+    def source_of(
+        self, state_dict: Mapping[str, Tensor]
+    ) -> tuple[Sequence[str], Sequence[str], Mapping[Tensor, Tensor]]:
+        """Return what rank 0's state dict gives: missing names, unexpected names, and its value for each entry.
+
+        Missing entries keep their values. Collective; only the values on rank 0 are used.
+        """
+        context, entries, names = self._context, self.entries(), self.other_names(state_dict)
+        for group in context.ranks.all:
+            watch = context.reports.watching
+            names = all_gather_json(group, names, "load_full_state_dict", context.timeout, watch=watch)[0]
+        missing, unexpected = names
+        kept = self.state_dict(0, missing) if missing else {}
+        source = {entry: kept.get(name, entry) for name, entry in entries.items()}
+        # `state_dict` may have any of the names of a tied tensor.
+        source.update({entry: state_dict[name] for name, entry in entries.items() if name in state_dict})
+        return missing, unexpected, source
 
     def __deepcopy__(self, _: object) -> "FullParameters":
         """Raise an error. The module's hooks hold this object, so `deepcopy` of the module copies this object too."""
@@ -247,13 +279,13 @@ class FullParameters:
                 if value is not None:
                     yield f"{path}.{name}".lstrip("."), value
 
-    def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, whole: bool = False) -> LayoutError | None:
+    def misfit(self, state_dict: Mapping[str, Tensor], *, strict: bool, full: bool = False) -> LayoutError | None:
         """Return an error that says why a state dict does not fit the model, or `None` if the state dict fits.
 
         Args:
-            state_dict: by name, whole tensors or this rank's shards.
+            state_dict: by name, full tensors or this rank's shards.
             strict: whether the names must be exactly those of the model.
-            whole: whether only whole tensors fit. Otherwise shards fit too.
+            full: whether only full tensors fit. Otherwise shards fit too.
         """
         if not isinstance(state_dict, Mapping):
             return LayoutError(f"a state dict is a mapping from names to tensors, got {type(state_dict).__name__}")
@@ -269,9 +301,9 @@ class FullParameters:
                 "inside `gathered()`"
             )
         part = next((name for name, value in state_dict.items() if isinstance(value, ShardTensor)), None)
-        if whole and part is not None:
+        if full and part is not None:
             return LayoutError(
-                f"{part!r} is a shard, but whole tensors are required: pass full_state_dict() of the other model, or "
+                f"{part!r} is a shard, but full tensors are required: pass full_state_dict() of the other model, or "
                 "call load_state_dict(), which loads shards"
             )
         for name, entry in entries.items():
@@ -298,8 +330,8 @@ class FullParameters:
             return
         self._states.close()  # an earlier call has raised
         if not self._reading and any(map(self._is_sharded, module.modules())):
-            entries, whole = self.entries(), self.state_dict(rank=None)
-            self._states.enter_context(self.naming({entries[name]: value for name, value in whole.items()}))
+            entries, full = self.entries(), self.state_dict(rank=None)
+            self._states.enter_context(self.naming({entries[name]: value for name, value in full.items()}))
             self._states_of, self._versions = module, now
 
     def _end_states(self, module: nn.Module, *_: object) -> None:
@@ -329,35 +361,6 @@ class FullParameters:
                 raise LayoutError(f"there is no parameter {name!r}; there are {some_of(known)}")
         return [unit for unit in self._units if not names or unit in {known[name] for name in names}]
 
-    def _write_back(self, units: Sequence[Unit], before: "Mapping[Flat, _Before]") -> None:
-        """Copy this rank's part of changed full weights into this rank's shards.
-
-        A unit that has changed on any rank counts as changed on all ranks, because a gather needs all ranks.
-
-        Raises:
-            PhaseError: shards were changed inside `gathered()`, and writing back full weights would undo this change.
-                Raised on every rank.
-        """
-        self._gatherer.settle()
-        changed = {flat for flat, each in before.items() if each.changed()}
-        fulls = [list(zip(unit.flats, unit.fulls(), strict=True)) for unit in units]
-        written = [any(flat in changed or differs(flat, full) for flat, full in pairs) for pairs in fulls]
-        overtaken = any(unit.needs_gather and unit.gathered_version != unit.version() for unit in units)
-        ranks = torch.tensor([*written, overtaken], dtype=torch.int32, device=self._context.device)
-        self._context.all_reduce_numbers(ranks, self._context.operation("units changed in gathered()", "writeback"))
-        if ranks[-1] > 0:
-            raise PhaseError(
-                "gathered(): shards were changed inside it, by a step or a load, which writing back would undo: change "
-                "them outside of gathered(), or pass writeback=False"
-            )
-        with torch.no_grad():
-            for pairs, writers in zip(fulls, ranks.tolist(), strict=False):
-                for flat, full in pairs if writers else ():
-                    if flat.in_place:
-                        before[flat].take_over()
-                    else:
-                        take_over(flat, full)
-
 
 def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
     """Give each parameter in a state dict of the module its own storage, because parameters are views of one buffer.
@@ -375,37 +378,6 @@ def _separate(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: obj
 def _shape_of(param: Tensor) -> Tensor:
     """Return a tensor on the meta device with the shape and the dtype of a parameter."""
     return torch.empty(param.shape, dtype=param.dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class _Before:
-    """A copy of a flat's shard, made to detect and undo writes. The flat's full weights share the shard's memory."""
-
-    flat: Flat
-    copy: Tensor
-    version: int
-    """Version of the shard when the shard was copied. A step increments the version. Writes into full weights do not.
-
-    A step is not undone.
-    """
-
-    def changed(self) -> bool:
-        return not torch.equal(self.flat.local, self.copy)
-
-    def take_over(self) -> None:
-        """Keep the writes: increment the version, so that ranks gather the shard again.
-
-        If the weights are split into two halves, only the upper halves were written. The lower half of each changed
-        element becomes zero.
-        """
-        if self.flat.low is not None:
-            self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
-        torch.autograd.graph.increment_version(self.flat.local)
-
-    def restore(self) -> None:
-        if self.flat.local._version == self.version and self.changed():
-            with torch.no_grad():
-                self.flat.local.copy_(self.copy)
 
 
 def _misfit(name: str, value: object, entry: Tensor, own: tuple[int, int]) -> str:
