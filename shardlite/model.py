@@ -1258,6 +1258,7 @@ class ShardLite(nn.Module):
         nonfinite = solo.nonfinite if solo else self._reducer.results.nonfinite
         step_options = self._reducer.results.options
         self._bridge = OptimizerBridge(
+            model=weakref.ref(self),
             shards=shards,
             scale=scale,
             skips=Skips(nonfinite, context.device, context.rank, explain=step_options.check, warns=not diagnose),

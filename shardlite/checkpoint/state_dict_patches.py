@@ -7,7 +7,7 @@ of that module, because programs may have imported its public functions by name.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial
 from io import BytesIO
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW
 from shardlite.params import ShardTensor
+from shardlite.patches import replace_function
 from shardlite.whole import WholeParameters
 
 _State: TypeAlias = dict[str, Any]
@@ -37,21 +38,16 @@ def install() -> None:
     from torch.distributed.checkpoint import state_dict as patched
 
     for name, replacement in _REPLACEMENTS.items():
-        setattr(patched, name, _for_wrapped(getattr(patched, name), replacement))
-    setattr(patched, "_init_optim_state", _init_state(patched._init_optim_state))  # noqa: B010 (mypy refuses it)
+        replace_function(patched, name, partial(_if_wrapped, replacement))
+    replace_function(patched, "_init_optim_state", _init_state)
 
 
-def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
-    """Return a function that calls `replacement` for a wrapped model, and `original` for any other model."""
-
-    @wraps(original)
-    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wrapped = _wrapped(model)
-        if wrapped is None:
-            return original(model, *args, **kwargs)
-        return replacement(original, wrapped, *args, **kwargs)
-
-    return call
+def _if_wrapped(replacement: _Original, original: _Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call `replacement` for a wrapped model, and `original` for any other model."""
+    wrapped = _wrapped(model)
+    if wrapped is None:
+        return original(model, *args, **kwargs)
+    return replacement(original, wrapped, *args, **kwargs)
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:
@@ -102,20 +98,16 @@ def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -
     yield from ((name, shards.get(name, value)) for name, value in model.state_dict().items())
 
 
-def _init_state(original: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
-    @wraps(original)
-    def init(optimizer: Optimizer) -> None:
-        """Initialize an optimizer's state as PyTorch does, by a step with zero gradients.
+def _init_state(original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+    """Initialize an optimizer's state as PyTorch does, by a step with zero gradients.
 
-        An optimizer that steps in the backward initializes its state itself. The step of whole parameters is
-        collective, but a rank that owns no parameter never has a state.
-        """
-        if isinstance(optimizer, AdamW) and optimizer.in_backward:
-            optimizer.init_state()
-        elif not (isinstance(optimizer, WholeParameters) and optimizer.has_stepped):
-            original(optimizer)
-
-    return init
+    An optimizer that steps in the backward initializes its state itself. The step of whole parameters is collective,
+    but a rank that owns no parameter never has a state.
+    """
+    if isinstance(optimizer, AdamW) and optimizer.in_backward:
+        optimizer.init_state()
+    elif not (isinstance(optimizer, WholeParameters) and optimizer.has_stepped):
+        original(optimizer)
 
 
 def _get(original: _Original, model: ShardLite, *args: Any) -> _State:

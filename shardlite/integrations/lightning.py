@@ -14,23 +14,19 @@ Tried with lightning 2.6.6.
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from types import FunctionType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 import shardlite
 from shardlite.integrations._wrapping import adopt, check_options, holds
 from shardlite.model import ShardLite
-from shardlite.optim import AdamW
-from shardlite.whole import WholeParameters
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     raise ImportError(
@@ -134,8 +130,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
         self._was_on_meta = self.restore_checkpoint_after_setup
         self.model = self._wrapped_model(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            with _shards_for_own_optimizers():
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 adopt(self.model, optimizer)
         _gather_for_averages(trainer, self.model)
@@ -360,31 +355,6 @@ def _chooses_state(module: nn.Module) -> bool:
 
 def _on_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _shards_for_own_optimizers() -> Iterator[None]:
-    """Let optimizers of ShardLite be built from a module's own parameters, as others may be."""
-
-    def prepare(optimizer: Any, params: Any, _prepare: Any = WholeParameters._prepare) -> Any:
-        return _prepare(optimizer, _with_shards(params))
-
-    def add_param_group(optimizer: Any, group: Any, _add: Any = AdamW.add_param_group) -> None:
-        _add(optimizer, _with_shards([group])[0])
-
-    with patch.object(WholeParameters, "_prepare", prepare), patch.object(AdamW, "add_param_group", add_param_group):
-        yield
-
-
-def _with_shards(params: Iterable[Any]) -> list[Any]:
-    """Return parameters, named parameters or groups with shards in the places of parameters."""
-    given = [{**each, "params": _listed(each["params"])} if isinstance(each, dict) else each for each in params]
-    shards = _shards_of(each for each in tree_leaves(given) if isinstance(each, Tensor))
-    return tree_map_only(Tensor, lambda each: shards.get(each, each), given)  # type: ignore[no-any-return]
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
 
 
 # ---- callbacks and functions that read weights ----------------------------------------------------------------------
