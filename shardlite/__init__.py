@@ -15,7 +15,7 @@ from shardlite.errors import (
     ShardLiteError,
     ShardWarning,
 )
-from shardlite.patches import after_import, patch
+from shardlite.patches import after_import, change
 
 if TYPE_CHECKING:
     from shardlite.checkpoint import (
@@ -95,7 +95,7 @@ if not TYPE_CHECKING:  # with a module-level `__getattr__`, a type checker would
     __getattr__ = _import_late
 
 
-@patch("`torch.distributed.checkpoint.state_dict`, when it is imported", rests_on="private functions of the module")
+@change("`torch.distributed.checkpoint.state_dict`, when it is imported", rests_on="private functions of the module")
 def _() -> None:
     """The functions of this module would save placeholders, because they gather and shard only DTensors."""
     # The package may be in the middle of its own import. So the module of the patches is imported.

@@ -22,9 +22,8 @@ from shardlite_kernels import joined, split
 from torch import Tensor
 
 from shardlite.errors import LayoutError, PhaseError, lacking
-from shardlite.extend import Weights, ranks_of
+from shardlite.extend import Flat, Weights, ranks_of
 from shardlite.model import ShardLite
-from shardlite.params import Flat
 
 Decay = float | Callable[[int], float]
 

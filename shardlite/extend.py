@@ -1,47 +1,53 @@
 """What packages that build on ShardLite may use besides `shardlite`: trainers, and averages of weights.
 
-    agree, ranks_of                            all ranks raise one error, or none does
+    launched_ranks, ranks_of                   the ranks
+    agree                                      all ranks raise one error, or none does
     models_of, steps_shards                    the models and the kind of an optimizer
     reducing, stand_ins, gather_state_dicts    gradients and names of a wrapped model
     read_from                                  values of parameters that are on the meta device
     Weights                                    this rank's part of the weights, for averages
-    patch, install, uninstall                  changes in other packages (`docs/patches.md`)
+    patch, install                             changes in other packages (`docs/patches.md`)
 
 `shardlite.integrations` and `shardlite.EMA` use these names and no others. `tests/project/test_extend.py` checks this.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite import comm
 from shardlite.comm import GroupLike
+from shardlite.config import launched_ranks
 from shardlite.engine import models_with
+from shardlite.errors import some_of
 from shardlite.grads import Mode
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import probe_shards
 from shardlite.params import Flat, allocate_arenas
-from shardlite.patches import install, patch, uninstall
+from shardlite.patches import install, patch
 from shardlite.wrapping import flats_of
 from shardlite.wrapping import set_values as read_from
 
 __all__ = [
+    "Flat",
+    "GroupLike",
     "Ranks",
     "Weights",
     "agree",
     "gather_state_dicts",
     "install",
+    "launched_ranks",
     "models_of",
     "patch",
     "ranks_of",
     "read_from",
     "reducing",
+    "some_of",
     "stand_ins",
     "steps_shards",
-    "uninstall",
 ]
 
 

@@ -33,74 +33,90 @@ class Patch(NamedTuple):
     """What would happen without the change."""
 
     apply: Callable[[], object]
-    """The function that makes the change. It may return a function that undoes the change."""
+    """The function that makes the change."""
 
 
 PATCHES: list[Patch] = []
 """Everything that ShardLite changes in other packages."""
 
 _lock = Lock()
-_made: dict[Patch, object] = {}  # and what undoes it
+_made: set[Patch] = set()
 
 
-def patch(
+def change(
     target: str, *, package: str = "torch", rests_on: str = "none"
 ) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Return a decorator that adds a function to `PATCHES`. The function's docstring is `why`.
+    """Return a decorator that adds a function to `PATCHES`, which makes the change. Its docstring is `why`.
 
     Args:
         target, package, rests_on: fields of `Patch`.
-
-    Example:
-        >>> @patch("`Trainer.fit`", package="lightning")
-        ... def _():
-        ...     \"\"\"What would happen without it.\"\"\"
-        ...     return replace_function(Trainer, "fit", fit)
     """
 
     def add(apply: Callable[[], object]) -> Callable[[], object]:
-        PATCHES.append(Patch(package, target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
+        PATCHES.append(Patch(package, target, rests_on, _text(apply), apply))
         return apply
 
     return add
 
 
+def patch(owner: Any, name: str = "", *, package: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a function that replaces another one, from the next `install(package)` on.
+
+    The decorated function is called with the original function first, and with the arguments of the call. Its docstring
+    says what would happen without it, and stands in `docs/patches.md`.
+
+    Args:
+        owner: a class or a module, or a function that programs import by name.
+        name: name of the method of `owner`, or of the function in it. Not needed for a function.
+        package: the package that is changed.
+
+    Example:
+        >>> @patch(Accelerator, "save_state", package="accelerate")
+        ... def _save_state(original, accelerator, *args, **kwargs):
+        ...     return original(accelerator, *args, **kwargs)
+    """
+
+    def add(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        apply = partial(replace_function, owner, name) if name else partial(replace_inside, owner)
+        target = ".".join(part for part in (owner.__name__, name) if part)
+        PATCHES.append(Patch(package, f"`{target}`", "none", _text(replacement), partial(apply, replacement)))
+        return replacement
+
+    return add
+
+
+def _text(function: Callable[..., object]) -> str:
+    return " ".join((function.__doc__ or "").split())
+
+
 def install(package: str) -> None:
-    """Make all changes in a package that are not made yet."""
+    """Make all changes in a package that are not made yet. Objects that are not wrapped behave as before.
+
+    Args:
+        package: `torch`, `transformers`, `accelerate` or `lightning`, or the package of your own patches.
+    """
     with _lock:
         for each in PATCHES:
             if each.package == package and each not in _made:
-                _made[each] = each.apply()
+                _made.add(each)
+                each.apply()
 
 
-def uninstall(package: str) -> None:
-    """Undo the changes in a package that can be undone."""
-    with _lock:
-        for each in [each for each in _made if each.package == package]:
-            if callable(undo := _made[each]):
-                undo()
-                del _made[each]
-
-
-def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], None]:
+def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
     """Replace a method of a class, or a private function of a module. Existing objects get the new method too.
 
     Args:
         owner: the class or the module.
         name: the name of the method or function.
         replacement: called with the original and the arguments of the call.
-
-    Returns:
-        A function that undoes the change.
     """
-    held, original = vars(owner).get(name), getattr(owner, name)
+    original = getattr(owner, name)
 
     @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
-    setattr(owner, name, staticmethod(method) if isinstance(held, staticmethod) else method)
-    return partial(setattr, owner, name, held)
+    setattr(owner, name, staticmethod(call) if isinstance(vars(owner)[name], staticmethod) else call)
 
 
 def replace_inside(function: Any, replacement: Callable[..., Any]) -> None:

@@ -31,7 +31,7 @@ from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.grads import nested_backward
 from shardlite.params import Shard
-from shardlite.patches import install, patch, replace_function, replace_inside
+from shardlite.patches import change, install, replace_function, replace_inside
 from shardlite.weights import check_transform, set_hooks_aside
 
 
@@ -172,7 +172,7 @@ def _disable_hooks(original: _Original, *args: Any, **kwargs: Any) -> Iterator[N
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
-@patch("steps of all optimizers (global pre-hook and post-hook)")
+@change("steps of all optimizers (global pre-hook and post-hook)")
 def _() -> None:
     """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
     # The compiler must not trace a step into the hooks, because the hooks read placeholders.
@@ -180,38 +180,38 @@ def _() -> None:
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
 
 
-@patch("`torch.optim.Optimizer.state_dict`")
+@change("`torch.optim.Optimizer.state_dict`")
 def _() -> None:
     """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
     replace_function(Optimizer, "state_dict", state_of_shards)
 
 
-@patch("`torch.optim.Optimizer.load_state_dict`")
+@change("`torch.optim.Optimizer.load_state_dict`")
 def _() -> None:
     """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
     replace_function(Optimizer, "load_state_dict", load_state_of_shards)
 
 
-@patch("`torch.optim.Optimizer.zero_grad`")
+@change("`torch.optim.Optimizer.zero_grad`")
 def _() -> None:
     """A model would not know that gradients which `count_items` has divided were dropped."""
     replace_function(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
 
 
-@patch("classes that foreach and fused optimizers accept", rests_on="`torch.optim.optimizer._foreach_supported_types`")
+@change("classes that foreach and fused optimizers accept", rests_on="`torch.optim.optimizer._foreach_supported_types`")
 def _() -> None:
     """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
     kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
     kinds.extend((Shard, SeenShard))
 
 
-@patch("`torch.amp.GradScaler`", rests_on="`GradScaler._unscale_grads_`")
+@change("`torch.amp.GradScaler`", rests_on="`GradScaler._unscale_grads_`")
 def _() -> None:
     """Each rank would decide alone whether to skip a step."""
     replace_function(GradScaler, "_unscale_grads_", _unscale)
 
 
-@patch(
+@change(
     "`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", rests_on="`clip_grad._get_total_norm`, `clip_grad._no_grad`"
 )
 def _() -> None:
@@ -219,19 +219,19 @@ def _() -> None:
     replace_inside(clip_grad._get_total_norm, _total_norm)
 
 
-@patch("`torch.nn.utils.clip_grads_with_norm_`", rests_on="`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
+@change("`torch.nn.utils.clip_grads_with_norm_`", rests_on="`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
     """If the caller passed parameters that have no gradients, clipping would silently have no effect."""
     replace_inside(clip_grad._clip_grads_with_norm_, _clip)
 
 
-@patch("`torch.nn.utils.clip_grad_value_`", rests_on="`clip_grad._no_grad`")
+@change("`torch.nn.utils.clip_grad_value_`", rests_on="`clip_grad._no_grad`")
 def _() -> None:
     """Gradients that are accumulated and not reduced would not be clipped."""
     replace_inside(clip_grad.clip_grad_value_, _clip_values)
 
 
-@patch(
+@change(
     "`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`",
     rests_on="`torch.autograd._engine_run_backward`",
 )
@@ -243,7 +243,7 @@ def _() -> None:
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
 
 
-@patch(
+@change(
     "`torch.func.grad`, `vjp`, `jacrev`, `hessian`",
     rests_on="closure of `torch.autograd.graph.disable_saved_tensors_hooks`",
 )
@@ -252,7 +252,7 @@ def _() -> None:
     replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)
 
 
-@patch("`torch.nn.Module.to` and other conversions", rests_on="`torch.nn.Module._apply`")
+@change("`torch.nn.Module.to` and other conversions", rests_on="`torch.nn.Module._apply`")
 def _() -> None:
     """The parameters of a wrapped model would move to new memory, but its shards would not."""
     replace_function(nn.Module, "_apply", refuse_if_wrapped)

@@ -20,8 +20,8 @@ from tests.support.ranks.scripts import run_process
 
 
 def test_the_page_lists_all_patches():
-    listed = cells((ROOT / "docs" / "patches.md").read_text())
-    assert listed == [[each.target, each.why, each.rests_on] for each in PATCHES]
+    listed = cells((ROOT / "docs" / "patches.md").read_text().split("## Transformers")[0])
+    assert listed == [[each.target, each.why, each.rests_on] for each in PATCHES if each.package == "torch"]
 
 
 WATCHED = """
