@@ -13,10 +13,10 @@ from accelerate.utils.other import compile_regions_fsdp2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import LayoutError, ShardLite, load_optimizer_state
+from shardlite import LayoutError, ShardLite
 from shardlite.extend import gather_state_dicts, patch, some_of, stand_ins
 from shardlite.integrations._adapters import adapter_files, read_adapter
-from shardlite.integrations._wrapping import Original, adopt, model_of, read_on_first, replaced
+from shardlite.integrations._wrapping import Original, adopt, model_of, replaced
 from shardlite.integrations.pretrained import read_converted
 
 
@@ -161,11 +161,6 @@ def read_pretrained(folder: Path, model: ShardLite) -> dict[str, Tensor]:
     if unknown := sorted(saved.keys() - known):
         raise LayoutError(f"{folder} has weights that this model lacks: {some_of(unknown)}")
     return saved
-
-
-def load_whole_optimizer(model: ShardLite, optimizer: Optimizer, file: Path) -> None:
-    """Load the whole state of an optimizer, which a run without sharding has saved. Collective."""
-    load_optimizer_state(model, optimizer, read_on_first(model, f"load {file}", lambda: read_file(file)))
 
 
 # ---- checkpoints of Transformers ------------------------------------------------------------------------------------

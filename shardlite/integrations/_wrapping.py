@@ -2,7 +2,7 @@
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite import LayoutError, ShardLite, ShardWarning
+from shardlite import LayoutError, ShardLite, ShardWarning, load_optimizer_state
 from shardlite.extend import agree, launched_ranks, models_of, ranks_of
 
 _T = TypeVar("_T")
@@ -23,7 +23,7 @@ OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "mo
 """Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
 
 
-def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] = frozenset()) -> None:
+def check_options(caller: str, options: Mapping[str, Any], more: Set[str] = frozenset()) -> None:
     """Check the keywords of `ShardLite`. `more`: other keywords that `caller` takes.
 
     Raises:
@@ -92,6 +92,20 @@ def adopt(model: ShardLite, optimizer: Optimizer) -> None:
     """Replace the parameters of a model in an optimizer by their shards, if the optimizer holds any. Collective."""
     if not set(params_of(optimizer)).isdisjoint(model.module.parameters()):
         model.adopt(optimizer)
+
+
+def load_whole_state(optimizer: Any, state: Any) -> None:
+    """Load the whole state of an optimizer, which a run without sharding may have saved. Collective if it has shards.
+
+    Args:
+        optimizer: an optimizer of a wrapped model, or any other.
+        state: the state. Other ranks than the first may pass `None` if the optimizer has shards.
+    """
+    model = model_of(optimizer)
+    if model is None:
+        optimizer.load_state_dict(state)
+    else:
+        load_optimizer_state(model, bare(optimizer), state)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from shardlite.integrations._wrapping import (
     bare,
     check_options,
     check_processes,
+    load_whole_state,
     model_of,
     params_of,
     read_on_first,
@@ -48,7 +49,6 @@ with required(__name__, "accelerate >= 1.15", "accelerate"):
 
     from shardlite.integrations._accelerator import (
         compile_as,
-        load_whole_optimizer,
         read_weights,
         sharded,
         uncompiled,
@@ -344,11 +344,8 @@ class _Load:
             optimizers.clear()
 
     def _load_optimizer(self, optimizer: Optimizer, file: Path) -> None:
-        model = model_of(optimizer)
-        if model is None:
-            optimizer.load_state_dict(load(file, map_location="cpu", **self._load_kwargs))
-        else:
-            load_whole_optimizer(model, bare(optimizer), file)
+        model, read = model_of(optimizer), partial(load, file, map_location="cpu", **self._load_kwargs)
+        load_whole_state(optimizer, read() if model is None else read_on_first(model, f"load {file}", read))
 
     def _agree(self, facts: Sequence[str], problem: Exception | None = None) -> None:
         """Check that all ranks have the same facts, and that no rank has a problem. Collective."""

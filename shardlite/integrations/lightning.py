@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import ShardLite, full_optimizer_state, load_optimizer_state
+from shardlite import ShardLite, full_optimizer_state
 from shardlite.extend import install, models_of, patch
 from shardlite.integrations._wrapping import (
     Original,
     adopt,
     check_options,
     gather_in,
+    load_whole_state,
     model_of,
     params_of,
     required,
@@ -179,7 +180,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load whole optimizer states, of any number of ranks and of any strategy. Collective."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            _WholeState(optimizer).load_state_dict(state)
+            load_whole_state(optimizer, state)
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
@@ -248,7 +249,7 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
         """Load a file into the objects of `state`. Optimizers load whole states. Collective."""
         if isinstance(state, Optimizer):
-            _WholeState(state).load_state_dict(self.checkpoint_io.load_checkpoint(path, **options))
+            load_whole_state(state, self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, **options)  # type: ignore[no-any-return]
@@ -281,11 +282,7 @@ class _WholeState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a whole state. Collective."""
-        model = model_of(self._optimizer)
-        if model is None:
-            self._optimizer.load_state_dict(state)
-        else:
-            load_optimizer_state(model, self._optimizer, state)
+        load_whole_state(self._optimizer, state)
 
 
 def _whole_state(optimizer: Optimizer, plain: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
@@ -293,12 +290,10 @@ def _whole_state(optimizer: Optimizer, plain: Callable[[Optimizer], dict[str, An
     return plain(optimizer) if model is None else full_optimizer_state(model, optimizer, rank=0)
 
 
-_OWN = frozenset(
-    {
-        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        *("process_group_backend", "start_method"),
-    }
-)
+_OWN = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+}
 
 
 def _split_options(name: str, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

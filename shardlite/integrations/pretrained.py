@@ -239,15 +239,12 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
     Raises:
         CheckpointError: the file ends before.
     """
-    memory = torch.empty(numel, dtype=dtype)
-    rest = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    with path.open("rb", buffering=0) as file:
+    memory = bytearray(numel * dtype.itemsize)
+    with path.open("rb") as file:
         file.seek(offset)
-        while rest:
-            if not (count := file.readinto(rest)):
-                raise CheckpointError(f"{path} is shorter than when it was opened")
-            rest = rest[count:]
-    return memory
+        if file.readinto(memory) < len(memory):
+            raise CheckpointError(f"{path} is shorter than when it was opened")
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 class Unread(Tensor):

@@ -70,7 +70,6 @@ _NEEDS_MODEL = ("galore", "apollo", "lomo")
 """Parts of values whose classes take more from `Trainer` than parameters and options."""
 
 _OWN_ITEMS = {"average_tokens_across_devices": False}  # neither gathers counts, nor multiplies losses by the ranks
-
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _Base: Any = object
@@ -179,8 +178,8 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
             if full and not self.is_in_train:  # `Trainer` converts the model for good
                 model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
-            timeout = timedelta(seconds=self.args.ddp_timeout)
-            wrapped = _wrap(model, self.accelerator, {"timeout": timeout, **self.sharding})
+            timeout = {"timeout": timedelta(seconds=self.args.ddp_timeout)}
+            wrapped = _wrap(model, self.accelerator, timeout | self.sharding)
             self.model_wrapped = wrapped
         if self._unloaded is not None:
             folder, self._unloaded = self._unloaded, None
@@ -373,10 +372,9 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
 
     def _load_weights(self, wrapped: ShardLite, folder: str) -> None:
         """Load the weights of a checkpoint: its shards, or what `save_pretrained` has written. Collective."""
-        shards = Path(folder, FOLDER)
-        if shards.exists():
+        if Path(folder, FOLDER).exists():
             read_on_first(wrapped, f"load {folder}", lambda: read_state(Path(folder)))
-            load(shards, wrapped)
+            load(Path(folder, FOLDER), wrapped)
             return
         state = read_on_first(wrapped, f"load {folder}", lambda: read_pretrained(Path(folder), wrapped))
         result = wrapped.load_full_state_dict(state, strict=False)
