@@ -178,8 +178,8 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
             if full and not self.is_in_train:  # `Trainer` converts the model for good
                 model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
-            timeout = {"timeout": timedelta(seconds=self.args.ddp_timeout)}
-            wrapped = _wrap(model, self.accelerator, timeout | self.sharding)
+            options = {"timeout": timedelta(seconds=self.args.ddp_timeout), **self.sharding}
+            wrapped = _wrap(model, self.accelerator, options)
             self.model_wrapped = wrapped
         if self._unloaded is not None:
             folder, self._unloaded = self._unloaded, None
