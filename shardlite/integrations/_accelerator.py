@@ -1,4 +1,4 @@
-"""What the bridges of Transformers and of Accelerate do to an `Accelerator`, and how they read its files."""
+"""Shared by the integrations of Transformers and Accelerate: wrap the models of an `Accelerator`, and read files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ def wrap(
     given, model = model, uncompiled(model)
     with replaced(plugin, backend=DynamoBackend.NO):  # it would compile the unsharded model
         prepare_model(model, False, True)  # mixed precision only
-    accelerator._models.pop()
+    accelerator._models.pop()  # `prepare_model` has registered the unsharded model
     vars(model).pop("_is_accelerate_prepared")
     if isinstance(model, ShardLite):
         wrapped = model
@@ -67,7 +67,7 @@ def uncompiled(model: Any) -> Any:
 def compile_as(compiled: Any, model: ShardLite) -> None:
     """Compile a model in place with the options of `compiled`, if `torch.compile` has made it."""
     if is_compiled_module(compiled):
-        model.module._compiled_call_impl = compiled.dynamo_ctx(model.module._call_impl)
+        model.module._compiled_call_impl = compiled.dynamo_ctx(model.module._call_impl)  # as `nn.Module.compile` does
 
 
 def sharded(models: Iterable[object]) -> list[ShardLite]:
@@ -117,7 +117,7 @@ def _extract_model_from_parallel(original: Original, model: Any, *args: object, 
 
 
 def read_weights(folder: Path, names: Sequence[str] = ("model.safetensors", "pytorch_model.bin")) -> dict[str, Tensor]:
-    """Return the weights that are in a folder, in a file with one of `names`, or in several files with an index.
+    """Load the weights in a folder, from a file with one of `names` or from several files with an index.
 
     Raises:
         LayoutError: there is no such file.
@@ -133,7 +133,7 @@ def read_weights(folder: Path, names: Sequence[str] = ("model.safetensors", "pyt
 
 
 def read_file(file: Path) -> Any:
-    """Return what a file has, on the CPU."""
+    """Load a file to the CPU."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -142,7 +142,7 @@ def read_file(file: Path) -> Any:
 
 
 def read_pretrained(folder: Path, model: ShardLite) -> dict[str, Tensor]:
-    """Return the tensors that `save_pretrained` has written, by the names in the model.
+    """Load the tensors that `save_pretrained` has written, under their names in the model.
 
     Raises:
         LayoutError: names do not match the model.
@@ -169,11 +169,11 @@ FOLDER = "shardlite"
 """The folder inside of a checkpoint that has the shards of the weights and of the optimizer's state."""
 
 STATE = "optimizer.pt"
-"""The file inside of a checkpoint with the whole state of the optimizer. It is empty if the checkpoint has shards."""
+"""The file inside of a checkpoint with the full state of the optimizer. It is empty if the checkpoint has shards."""
 
 
 def read_state(folder: Path) -> Any:
-    """Return the whole state of the optimizer in a checkpoint, which is empty if the checkpoint has shards.
+    """Return the full state of the optimizer in a checkpoint, which is empty if the checkpoint has shards.
 
     Raises:
         LayoutError: different runs have written the shards and other files of the checkpoint.

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a sharded model: what is needed to save them, and how their files are read."""
+"""Save and load PEFT adapters of a sharded model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -54,7 +54,7 @@ def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
 
 
 def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | None:
-    """Return the whole weights of all adapters on `rank`, on every rank if `None`, and an empty dict on others.
+    """Return the full weights of all adapters on `rank`, on every rank if `None`, and an empty dict on others.
 
     Return `None` if the module is not a model of PEFT, or if PEFT saves frozen weights too. Collective.
     """

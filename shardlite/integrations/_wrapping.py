@@ -1,4 +1,4 @@
-"""What all bridges do: check options, hand shards to optimizers, gather for callbacks, and read files on one rank."""
+"""Shared by all integrations: check options, hand shards to optimizers, gather weights for callbacks, read files."""
 
 import inspect
 import warnings
@@ -20,7 +20,7 @@ Original = Callable[..., Any]
 """A function of a trainer that was replaced."""
 
 OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device"}
-"""Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
+"""Keywords of `ShardLite` that integrations accept. The trainer selects the device."""
 
 
 def check_options(caller: str, options: Mapping[str, Any], more: Set[str] = frozenset()) -> None:
@@ -94,8 +94,8 @@ def adopt(model: ShardLite, optimizer: Optimizer) -> None:
         model.adopt(optimizer)
 
 
-def load_whole_state(optimizer: Any, state: Any) -> None:
-    """Load the whole state of an optimizer, which a run without sharding may have saved. Collective if it has shards.
+def load_full_state(optimizer: Any, state: Any) -> None:
+    """Load the full state of an optimizer, which a run without sharding may have saved. Collective if it has shards.
 
     Args:
         optimizer: an optimizer of a wrapped model, or any other.
@@ -109,7 +109,7 @@ def load_whole_state(optimizer: Any, state: Any) -> None:
 
 
 @contextmanager
-def required(bridge: str, packages: str, extra: str) -> Iterator[None]:
+def required(integration: str, packages: str, extra: str) -> Iterator[None]:
     """Raise an error that says what to install if an import inside the context fails.
 
     Raises:
@@ -119,7 +119,7 @@ def required(bridge: str, packages: str, extra: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ModuleNotFoundError(
-            f"{bridge} requires {packages}: pip install 'shardlite[{extra}]'", name=error.name
+            f"{integration} requires {packages}: pip install 'shardlite[{extra}]'", name=error.name
         ) from error
 
 

@@ -33,7 +33,7 @@ from shardlite.integrations._wrapping import (
     bare,
     check_options,
     check_processes,
-    load_whole_state,
+    load_full_state,
     model_of,
     params_of,
     read_on_first,
@@ -64,8 +64,7 @@ def install(stage: int = 3, **options: Any) -> None:
     """Let `accelerate.Accelerator.prepare` wrap models with `ShardLite` instead of `DistributedDataParallel`.
 
     Call it on every rank, before the first model is prepared. A program that prepares no model, or that has no process
-    group, is not changed. A second call replaces the options; models that are already prepared
-    keep theirs.
+    group, is not changed. A second call replaces the options; models that are already prepared keep theirs.
 
     Args:
         stage: ZeRO stage, as for `ShardLite`.
@@ -138,7 +137,7 @@ def _wrap(original: Original, accelerator: Accelerator, model: nn.Module) -> Sha
 
 
 def _check(accelerator: Accelerator) -> None:
-    """Raise `LayoutError` if the accelerator asks for something that `ShardLite` does not do."""
+    """Raise `LayoutError` if the accelerator has an option that `ShardLite` does not support."""
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise LayoutError(f"install(): this Accelerator uses {kind}: remove its plugin, or do not call install()")
@@ -217,7 +216,7 @@ def _load_state(
 
 
 class _Save:
-    """A call of `save_state`: saves sharded models, and lets accelerate save the other models and their optimizers.
+    """Save sharded models in `save_state`, and let Accelerate save the other models and their optimizers.
 
     Accelerate numbers its files without the sharded models:
 
@@ -235,7 +234,7 @@ class _Save:
         self._hooks = ExitStack()
 
     def run(self, original: Original, *args: object, **kwargs: object) -> object:
-        """Call accelerate's method, with weights of sharded models only for hooks of the program."""
+        """Call Accelerate's method. It gets weights of sharded models only for hooks of the program."""
         accelerator = self._accelerator
         handle = accelerator.register_save_state_pre_hook(self._save_sharded)  # the last hook: others have run
         plain = [each for each in self._optimizers if not model_of(each)]
@@ -269,10 +268,10 @@ class _Save:
 
 
 class _Load:
-    """A call of `load_state`: loads sharded models from folders of `_Save`, or from files of a run without sharding.
+    """Load sharded models in `load_state`, from folders of `_Save` or from files of a run without sharding.
 
     The number of such a file is the position in the list of all models, or optimizers, that are in files. If sharded
-    models are among them, accelerate would not know the list. This class then loads all of the files.
+    models are among them, Accelerate would number them differently, so this class loads all of the files.
     """
 
     def __init__(
@@ -294,7 +293,7 @@ class _Load:
         """Call accelerate's method between the two parts of the load. Hooks of the program run after the first part."""
         accelerator = self._accelerator
         first = accelerator.register_load_state_pre_hook(self._load_sharded)
-        accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)
+        accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)  # before hooks of the program
         last = accelerator.register_load_state_pre_hook(self._load_files)
         with replaced(accelerator, _optimizers=self._optimizers):
             try:
@@ -345,7 +344,7 @@ class _Load:
 
     def _load_optimizer(self, optimizer: Optimizer, file: Path) -> None:
         model, read = model_of(optimizer), partial(load, file, map_location="cpu", **self._load_kwargs)
-        load_whole_state(optimizer, read() if model is None else read_on_first(model, f"load {file}", read))
+        load_full_state(optimizer, read() if model is None else read_on_first(model, f"load {file}", read))
 
     def _agree(self, facts: Sequence[str], problem: Exception | None = None) -> None:
         """Check that all ranks have the same facts, and that no rank has a problem. Collective."""

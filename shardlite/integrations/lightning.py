@@ -6,7 +6,7 @@
     trainer = Trainer(strategy=ShardLiteStrategy(stage=2, prefetch=2), ...)
 
 The strategies start ranks as `DDPStrategy` does. A checkpoint is a file as Lightning writes it without sharding: it has
-whole weights and whole optimizer states.
+full weights and full optimizer states.
 
 Tried with lightning 2.6.6.
 """
@@ -29,7 +29,7 @@ from shardlite.integrations._wrapping import (
     adopt,
     check_options,
     gather_in,
-    load_whole_state,
+    load_full_state,
     model_of,
     params_of,
     required,
@@ -102,7 +102,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- setup ------------------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        """Begin to use a module."""
+        """Attach a module."""
         super().connect(model)
         self._was_on_meta = False
 
@@ -146,7 +146,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
         return self.model.no_sync()
 
     def teardown(self) -> None:
-        """Leave the model where it is: a sharded model cannot be moved."""
+        """Release all resources but the model, because a sharded model cannot be moved to the CPU."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -155,7 +155,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole weights on rank 0, which writes the checkpoint. Collective."""
+        """Return the full weights on rank 0, which writes the checkpoint. Collective."""
         if not isinstance(self.model, ShardLite):
             return super().lightning_module_state_dict()
         if not any(map(_chooses_state, self.lightning_module.modules())):
@@ -165,7 +165,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
             return {name: _on_cpu(value) for name, value in state.items()} if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights: those of rank 0, if the module is sharded."""
+        """Load full weights: those of rank 0, if the module is sharded."""
         wrapped = _wrapped(self.lightning_module)
         if wrapped is None:
             super().load_model_state_dict(checkpoint, strict)
@@ -173,14 +173,14 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
             wrapped.load_full_state_dict(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on rank 0. Collective."""
+        """Return the full state of an optimizer on rank 0. Collective."""
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return _whole_state(plain, super().optimizer_state)
+        return _full_state(plain, super().optimizer_state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states, of any number of ranks and of any strategy. Collective."""
+        """Load full optimizer states, of any number of ranks and of any strategy. Collective."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            load_whole_state(optimizer, state)
+            load_full_state(optimizer, state)
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
@@ -230,32 +230,32 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole weights on rank 0. Collective."""
+        """Return the full weights on rank 0. Collective."""
         if isinstance(module, ShardLite):
             return module.full_state_dict(rank=0)
         return super().get_module_state_dict(module)  # type: ignore[no-any-return]
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load rank 0's whole weights. Collective."""
+        """Load rank 0's full weights. Collective."""
         if isinstance(module, ShardLite):
             module.load_full_state_dict(state_dict, strict)
         else:
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on rank 0. Collective."""
-        return _whole_state(optimizer, super().get_optimizer_state)
+        """Return the full state of an optimizer on rank 0. Collective."""
+        return _full_state(optimizer, super().get_optimizer_state)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
-        """Load a file into the objects of `state`. Optimizers load whole states. Collective."""
+        """Load a file into the objects of `state`. Optimizers load full states. Collective."""
         if isinstance(state, Optimizer):
-            load_whole_state(state, self.checkpoint_io.load_checkpoint(path, **options))
+            load_full_state(state, self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, **options)  # type: ignore[no-any-return]
-        inner = {key: _WholeState(each) if isinstance(each, Optimizer) else each for key, each in state.items()}
+        inner = {key: _FullState(each) if isinstance(each, Optimizer) else each for key, each in state.items()}
         rest = super().load_checkpoint(path, inner, strict, **options)
-        state.update({key: each for key, each in inner.items() if not isinstance(each, _WholeState)})
+        state.update({key: each for key, each in inner.items() if not isinstance(each, _FullState)})
         return rest  # type: ignore[no-any-return]
 
 
@@ -270,22 +270,22 @@ class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
 # ---- both -----------------------------------------------------------------------------------------------------------
 
 
-class _WholeState:
+class _FullState:
     """An optimizer whose state is whole when it is saved and loaded."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state on rank 0. Collective."""
-        return _whole_state(self._optimizer, type(self._optimizer).state_dict)
+        """Return the full state on rank 0. Collective."""
+        return _full_state(self._optimizer, type(self._optimizer).state_dict)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a whole state. Collective."""
-        load_whole_state(self._optimizer, state)
+        """Load a full state. Collective."""
+        load_full_state(self._optimizer, state)
 
 
-def _whole_state(optimizer: Optimizer, plain: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
+def _full_state(optimizer: Optimizer, plain: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
     model = model_of(optimizer)
     return plain(optimizer) if model is None else full_optimizer_state(model, optimizer, rank=0)
 
@@ -321,7 +321,7 @@ def _wrap(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -
 
 
 def _chooses_state(module: nn.Module) -> bool:
-    """Return whether a module saves other things than its parameters and buffers."""
+    """Return whether a module changes its state dict, by methods or hooks."""
     names = ("state_dict", "_save_to_state_dict", "get_extra_state")
     overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return overrides or bool(module._state_dict_hooks)
@@ -335,7 +335,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _gather_for_averages(trainer: Trainer, model: ShardLite) -> None:
-    """Let callbacks that average weights read whole weights, and write them."""
+    """Gather full weights for callbacks that average them."""
     known = partial(_wrapped, model.module)
     for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging):
@@ -402,7 +402,7 @@ def _apply_mapping(original: Original, groups: list[dict[str, Any]], mapping: Ma
 
 
 @patch(grad_norm, package="lightning")
-def _whole_grad_norm(original: Original, module: nn.Module, norm_type: float | str, group_separator: str = "/") -> Any:
+def _full_grad_norm(original: Original, module: nn.Module, norm_type: float | str, group_separator: str = "/") -> Any:
     """Each rank would log norms of its parts."""
     model = _wrapped(module)
     if model is None:
@@ -414,7 +414,7 @@ def _whole_grad_norm(original: Original, module: nn.Module, norm_type: float | s
 
 
 class _Gradients(nn.Module):
-    """A module of which only the gradients exist."""
+    """A stand-in for a module, for functions that read gradients only."""
 
     def __init__(self, grads: Mapping[str, Tensor | None]) -> None:
         super().__init__()

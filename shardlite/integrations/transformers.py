@@ -67,17 +67,17 @@ OPTIMIZERS = (
 """Values of `TrainingArguments(optim=...)` that are accepted. Adafactor steps whole parameters (`WholeParameters`)."""
 
 _NEEDS_MODEL = ("galore", "apollo", "lomo")
-"""Parts of values whose classes take more from `Trainer` than parameters and options."""
+"""Parts of the names of optimizers whose classes need more than parameters and options."""
 
 _OWN_ITEMS = {"average_tokens_across_devices": False}  # neither gathers counts, nor multiplies losses by the ranks
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _Base: Any = object
-"""Class of which the mixin's `super()` has the methods of `Trainer`."""
+"""Base class that a type checker knows nothing of: the mixin calls methods of `Trainer` on `self` and `super()`."""
 
 
 class ShardLiteMixin(_Base):  # type: ignore[misc]
-    """Let a subclass of `transformers.Trainer` shard its model. Write it before the trainer's class.
+    """Mixin that makes a `transformers.Trainer` shard its model. List it before the class of the trainer.
 
     Args:
         sharding: keywords of `ShardLite`, such as `stage`, `units` and `route`, except `device`. `precision` defaults
@@ -97,16 +97,16 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
     """
 
     sharding: Mapping[str, Any] = {}
-    """Keywords of `ShardLite` for trainers that get none."""
+    """Keywords of `ShardLite`, if the constructor gets none."""
 
     whole_optimizer_state = False
-    """Whether checkpoints have the whole optimizer state in `optimizer.pt`, as those of `Trainer`, instead of shards.
+    """Whether checkpoints contain the full optimizer state in `optimizer.pt`, as those of `Trainer`, instead of shards.
 
-    `Trainer` resumes from such a checkpoint. Rank 0 needs memory for the whole state.
+    `Trainer` can resume from such a checkpoint. Rank 0 needs memory for the full state.
     """
 
     counts_items = False
-    """Whether counts of items (tokens) travel with the gradients, by `ShardLite.count_items`.
+    """Whether to send counts of items (tokens) with the gradients, by `ShardLite.count_items`.
 
     `Trainer` gathers the counts before each step instead. Both divide gradients by the items of all ranks. If counts
     travel with the gradients, a logged loss is the mean over ranks of their own means, and the last bits of gradients
@@ -140,7 +140,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         self.accelerator.backward = lambda loss, **kwargs: run_backward(self._before_backward(loss), **kwargs)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is if it will be moved shard by shard."""
+        """Do not move a model whose shards are moved when it is wrapped."""
         whole = self.sharding.get("stage", 3) < 3 or self.args.place_model_on_device
         whole = whole and not any(param.is_meta for param in model.parameters())
         if not self._shards or (whole and self._sharded_model(model) is None):
@@ -278,7 +278,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         self.optimizer = WholeParameters(groups, type(optimizer), **options)
 
     def add_callback(self, callback: Any) -> None:
-        """Add a callback. TRL's `SyncRefModelCallback` gets whole weights."""
+        """Add a callback. TRL's `SyncRefModelCallback` gets full weights."""
         super().add_callback(callback)
         if type(callback).__name__ == "SyncRefModelCallback":
             gather_in(callback, "sync_target_model", self._sharded_model)
@@ -300,7 +300,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save whole weights in a folder that `from_pretrained` reads. Collective."""
+        """Save full weights in a folder that `from_pretrained` reads. Collective."""
         wrapped = self._sharded_model()
         if wrapped is None and self._shards and any(param.is_meta for param in self.model.parameters()):
             wrapped = self._wrap_model(self.model, training=False)  # which reads the weights
@@ -316,7 +316,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
             together(wrapped, "save the model", lambda: self.args.should_save and save_files(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the shards, or the whole state on rank 0."""
+        """Save the shards, or the full state on rank 0."""
         wrapped = self._sharded_model()
         if wrapped is None:
             super()._save_optimizer_and_scheduler(output_dir)
@@ -429,7 +429,7 @@ def _last_finished(folder: Path) -> str | None:
 
 
 @patch(transformers.trainer, "get_model_param_count", package="transformers")
-def _whole_param_count(original: Original, model: nn.Module, trainable_only: bool = False) -> int:
+def _full_param_count(original: Original, model: nn.Module, trainable_only: bool = False) -> int:
     """Trainer would log the number of elements of one rank."""
     return int(original(model.module if isinstance(model, ShardLite) else model, trainable_only))
 
