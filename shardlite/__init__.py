@@ -15,6 +15,7 @@ from shardlite.errors import (
     ShardLiteError,
     ShardWarning,
 )
+from shardlite.patches import after_import, change
 
 if TYPE_CHECKING:
     from shardlite.checkpoint import (
@@ -92,6 +93,14 @@ def _import_late(name: str) -> Any:
 
 if not TYPE_CHECKING:  # with a module-level `__getattr__`, a type checker would accept any name
     __getattr__ = _import_late
+
+
+@change("`torch.distributed.checkpoint.state_dict`, when it is imported", rests_on="private functions of the module")
+def _() -> None:
+    """The functions of this module would save placeholders, because they gather and shard only DTensors."""
+    # The package may be in the middle of its own import. So the module of the patches is imported.
+    own = "shardlite.checkpoint.state_dict_patches"
+    after_import("torch.distributed.checkpoint.state_dict", lambda: import_module(own).install())
 
 
 def __dir__() -> list[str]:

@@ -22,9 +22,8 @@ from shardlite_kernels import joined, split
 from torch import Tensor
 
 from shardlite.errors import LayoutError, PhaseError, lacking
-from shardlite.model import ModelState, ShardLite
-from shardlite.params import Flat, allocate_arenas
-from shardlite.wrapping import flats_of
+from shardlite.extend import Flat, Weights, ranks_of
+from shardlite.model import ShardLite
 
 Decay = float | Callable[[int], float]
 
@@ -76,15 +75,14 @@ class EMA:
         """Number of updates so far."""
         self._decay = decay if callable(decay) else _checked(decay)
         self._model = model
-        self._state = ModelState(model)
-        self._stepping = self._state.bridge.in_backward
+        self._weights = Weights(model)
         self._swapped = False
         self._averages: dict[Flat, Tensor] = {}
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
         self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
-        self._stepping.announce_change()
-        self._start(flat for flat in flats_of(self._state.units) if flat.trainable_now())
-        self._stepping.followers.add(self)
+        self._weights.announce_change()
+        self._start(flat for flat in self._weights.flats if flat.trainable_now())
+        self._weights.follow(self)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -98,8 +96,8 @@ class EMA:
             >>> optimizer.step()
             >>> ema.update()
         """
-        self._stepping.announce_change()
-        if self._state.context.streams.captures():
+        self._weights.announce_change()
+        if torch.cuda.is_current_stream_capturing():
             raise PhaseError(
                 "EMA: a CUDA graph that contains update() would always use the decay of the capture: call update() "
                 "after the captured step"
@@ -133,16 +131,16 @@ class EMA:
             >>> with ema.swapped():
             ...     validate(model)
         """
-        self._stepping.announce_change()
-        if any(unit.users for unit in self._state.units):
+        self._weights.announce_change()
+        if self._weights.in_use:
             raise PhaseError("EMA: the weights are in use: enter swapped() outside of a forward and of gathered()")
-        self._state.settle()
+        self._weights.settle()
         self._exchange()
         try:
             yield self._model
         finally:
             try:
-                self._state.settle()
+                self._weights.settle()
             finally:
                 self._exchange()
 
@@ -203,7 +201,7 @@ class EMA:
         part, given = state_dict.get("part"), state_dict.get("averages", {})
         if part != self._part():
             raise LayoutError(f"EMA: the state is of {part or 'something else'}, but this rank keeps {self._part()}")
-        named = [(flat, {slot.name for slot in flat.layout.slots}) for flat in flats_of(self._state.units)]
+        named = [(flat, {slot.name for slot in flat.layout.slots}) for flat in self._weights.flats]
         flats = [flat for flat, names in named if flat in self._averages or names & given.keys()]
         ours = dict(_named((flat, flat.local) for flat in flats))
         missing, unknown = ours.keys() - given.keys(), given.keys() - ours.keys()
@@ -231,7 +229,7 @@ class EMA:
             PhaseError: the call is inside `swapped()`.
         """
         self._refuse_if_swapped()
-        self._start(flat for flat in flats_of(self._state.units) if flat not in self._averages and flat.trainable_now())
+        self._start(flat for flat in self._weights.flats if flat not in self._averages and flat.trainable_now())
 
     def _refuse_if_swapped(self) -> None:
         if self._swapped:
@@ -242,12 +240,9 @@ class EMA:
         new = list(flats)
         if not new:
             return
-        kinds = [(flat.master, flat.layout.trainable) for flat in new]
         with torch.inference_mode(False), torch.no_grad():
-            memory = allocate_arenas(kinds, [flat.local.numel() for flat in new], self._state.context.device)
-            for flat, average in zip(new, memory, strict=True):
+            for flat, average in zip(new, self._weights.allocate(new, "averages"), strict=True):
                 average.copy_(flat.weights())
-                self._state.context.ledger.track("averages", average)
                 self._averages[flat] = average
             pairs = [(average, flat.local) for flat, average in self._averages.items() if flat.low is None]
             self._runs = _merge_adjacent(pairs)
@@ -264,7 +259,7 @@ class EMA:
             split(high, low, chunk)
             chunk.copy_(weights)
         self._swapped = not self._swapped
-        self._state.bridge.mark_changed()
+        self._weights.mark_changed()
 
     def _split_chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the averages of split weights in chunks, each with the upper and lower part of the same weights."""
@@ -273,8 +268,8 @@ class EMA:
 
     def _part(self) -> str:
         """Return a description of the part of the weights that this rank keeps."""
-        shard, ranks = self._state.shard, self._state.context.transport.world_size
-        return "all" if shard is None else f"part {shard} of {ranks}"
+        ranks = ranks_of(self._model)
+        return "all" if ranks.shard is None else f"part {ranks.shard} of {ranks.shards}"
 
 
 def _swap(ours: Tensor, theirs: Tensor) -> None:

@@ -1032,7 +1032,9 @@ class ShardLite(nn.Module):
         weakref.finalize(self, _trim, self._context.transports).atexit = False
         self._units, self._placement = wrapped.units, wrapped.placement
         self._ignored, self._dtypes = options.ignored, plan.dtypes
-        self._bridge, self._reducer, self._full, self._join, self._parts, self._first_ranks = connect(wrapped, judge)
+        self._bridge, self._reducer, self._full, self._join, self._parts, self._first_ranks = connect(
+            wrapped, weakref.ref(self), judge
+        )
         self._running = partial(running, self._context, self._bridge.hooks)
         for optimizer in living():
             hand_over(optimizer, self._bridge)

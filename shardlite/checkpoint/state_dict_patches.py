@@ -7,7 +7,7 @@ of that module, because programs may have imported its public functions by name.
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import cache, partial
 from io import BytesIO
 from typing import Any, TypeAlias
 
@@ -33,6 +33,7 @@ from shardlite.optimizers import (
     numbers_among,
 )
 from shardlite.params import ShardTensor
+from shardlite.patches import replace_function
 
 _State: TypeAlias = dict[str, Any]
 _Original: TypeAlias = Callable[..., Any]
@@ -44,21 +45,16 @@ def install() -> None:
     from torch.distributed.checkpoint import state_dict as patched
 
     for name, replacement in _REPLACEMENTS.items():
-        setattr(patched, name, _for_wrapped(getattr(patched, name), replacement))
-    setattr(patched, "_init_optim_state", partial(init_states, patched._init_optim_state))  # noqa: B010 (for mypy)
+        replace_function(patched, name, partial(_if_wrapped, replacement))
+    replace_function(patched, "_init_optim_state", init_states)
 
 
-def _for_wrapped(original: _Original, replacement: _Original) -> _Original:
-    """Return a function that calls `replacement` for a wrapped model, and `original` for any other model."""
-
-    @wraps(original)
-    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        wrapped = _wrapped(model)
-        if wrapped is None:
-            return original(model, *args, **kwargs)
-        return replacement(original, wrapped, *args, **kwargs)
-
-    return call
+def _if_wrapped(replacement: _Original, original: _Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call `replacement` for a wrapped model, and `original` for any other model."""
+    wrapped = _wrapped(model)
+    if wrapped is None:
+        return original(model, *args, **kwargs)
+    return replacement(original, wrapped, *args, **kwargs)
 
 
 def _wrapped(model: nn.Module) -> ShardLite | None:

@@ -12,7 +12,7 @@ from shardlite.engine.conversions import cast_floats, cast_inputs
 from shardlite.engine.local_shards import ShardRange, Shards
 from shardlite.engine.module_hooks import NO_GRAPH
 from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import install_patches, patch, replace_method
+from shardlite.engine.patches import install_patches
 from shardlite.engine.steps import (
     OptimizerBridge,
     forget_models,

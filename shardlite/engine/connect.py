@@ -37,10 +37,10 @@ class Engine(NamedTuple):
     buffers: Buffers | None
 
 
-def connect(wrapped: Wrapped, judge: Callable[[OptimizerBridge, Optimizer], None]) -> Engine:
+def connect(wrapped: Wrapped, model: Callable[[], Any], judge: Callable[[OptimizerBridge, Optimizer], None]) -> Engine:
     """Build the engine from the bottom up (weights, gradients, hooks, optimizers), and install it.
 
-    `judge` is called before the first step of an optimizer that holds shards.
+    `model` returns the wrapper while it exists. `judge` is called before an optimizer that holds shards first steps.
     """
     module, units, context, options = wrapped.module, wrapped.units, wrapped.context, wrapped.options
     diagnose, parts, alone = options.precision.diagnose, options.route.parts, wrapped.placement.single_rank
@@ -61,6 +61,7 @@ def connect(wrapped: Wrapped, judge: Callable[[OptimizerBridge, Optimizer], None
     flags = SoloGradientFlags(flats, context.device, diagnose=diagnose) if alone else results
     explain, note = results.options.check, results.options.note
     bridge = OptimizerBridge(
+        model=model,
         shards=shards,
         scale=SoloScale(flats, context.device, backward.accumulates) if alone else reducer.scale,
         skips=Skips(flags.nonfinite, context.device, context.rank, explain=explain, warns=not diagnose),

@@ -1,22 +1,11 @@
-"""The list of everything that ShardLite patches in PyTorch, and the replacements.
-
-`install_patches()` applies the list at the first `ShardLite(...)`. Objects that are not part of a wrapped model behave
-as before. A program may already have imported a function of PyTorch by name, so a patch never rebinds the name of a
-function. A patch replaces a method of a class, or an inner function that the imported function calls.
-`docs/patches.md` lists the patches for users.
+"""The patches of PyTorch that wrapped models need. `install_patches()` makes them at the first `ShardLite(...)`.
 
 Each replacement is called with the original function and with the arguments of the call.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
-from threading import Lock
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,6 +30,7 @@ from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.grads import nested_backward
 from shardlite.params import Shard
+from shardlite.patches import change, install, replace_function, replace_inside
 from shardlite.weights import check_transform, set_hooks_aside
 
 
@@ -181,33 +171,7 @@ def _disable_hooks(original: _Original, *args: Any, **kwargs: Any) -> Iterator[N
 # ---- the list -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Patch:
-    """One change in PyTorch."""
-
-    target: str
-    """The changed function or class."""
-
-    rests_on: str
-    """The private API of PyTorch that the change needs, or `none`."""
-
-    why: str
-    """What would happen without the change."""
-
-    apply: Callable[[], None]
-    """The function that makes the change."""
-
-
-PATCHES: list[Patch] = []
-"""Everything that ShardLite changes in PyTorch. Rooms above add their patches when they are imported."""
-
-
-def patch(target: str, rests_on: str) -> Callable[[Callable[[], None]], None]:
-    """Return a decorator that adds a function to `PATCHES`. The function's docstring is `why`."""
-    return lambda apply: PATCHES.append(Patch(target, rests_on, " ".join((apply.__doc__ or "").split()), apply))
-
-
-@patch("steps of all optimizers (global pre-hook and post-hook)", "none")
+@change("steps of all optimizers (global pre-hook and post-hook)")
 def _() -> None:
     """A step of unsharded parameters would train nothing, and a model would not know that its weights have changed."""
     # The compiler must not trace a step into the hooks, because the hooks read placeholders.
@@ -215,44 +179,49 @@ def _() -> None:
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
 
 
-@patch("`torch.optim.Optimizer.zero_grad`", "none")
+@change("`torch.optim.Optimizer.zero_grad`")
 def _() -> None:
     """A model would not know that gradients which `count_items` has divided were dropped."""
-    replace_method(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
+    replace_function(Optimizer, "zero_grad", torch._disable_dynamo(_zero_grad))
 
 
-@patch("classes that foreach and fused optimizers accept", "`torch.optim.optimizer._foreach_supported_types`")
+@change("classes that foreach and fused optimizers accept", rests_on="`torch.optim.optimizer._foreach_supported_types`")
 def _() -> None:
     """PyTorch's optimizers would step shards one by one, because they choose `foreach` and `fused` by exact classes."""
     kinds: list[type] = getattr(import_module("torch.optim.optimizer"), "_foreach_supported_types", [])
     kinds.extend((Shard, SeenShard))
 
 
-@patch("`torch.amp.GradScaler`", "`GradScaler._unscale_grads_`")
+@change("`torch.amp.GradScaler`", rests_on="`GradScaler._unscale_grads_`")
 def _() -> None:
     """Each rank would decide alone whether to skip a step."""
-    replace_method(GradScaler, "_unscale_grads_", _unscale)
+    replace_function(GradScaler, "_unscale_grads_", _unscale)
 
 
-@patch("`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", "`clip_grad._get_total_norm`, `clip_grad._no_grad`")
+@change(
+    "`torch.nn.utils.get_total_norm`, `clip_grad_norm_`", rests_on="`clip_grad._get_total_norm`, `clip_grad._no_grad`"
+)
 def _() -> None:
     """Gradients would be clipped by the norm of this rank's shards instead of the norm over all ranks."""
-    _replace_inside(clip_grad._get_total_norm, _total_norm)
+    replace_inside(clip_grad._get_total_norm, _total_norm)
 
 
-@patch("`torch.nn.utils.clip_grads_with_norm_`", "`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
+@change("`torch.nn.utils.clip_grads_with_norm_`", rests_on="`clip_grad._clip_grads_with_norm_`, `clip_grad._no_grad`")
 def _() -> None:
     """If the caller passed parameters that have no gradients, clipping would silently have no effect."""
-    _replace_inside(clip_grad._clip_grads_with_norm_, _clip)
+    replace_inside(clip_grad._clip_grads_with_norm_, _clip)
 
 
-@patch("`torch.nn.utils.clip_grad_value_`", "`clip_grad._no_grad`")
+@change("`torch.nn.utils.clip_grad_value_`", rests_on="`clip_grad._no_grad`")
 def _() -> None:
     """Gradients that are accumulated and not reduced would not be clipped."""
-    _replace_inside(clip_grad.clip_grad_value_, _clip_values)
+    replace_inside(clip_grad.clip_grad_value_, _clip_values)
 
 
-@patch("`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`", "`torch.autograd._engine_run_backward`")
+@change(
+    "`torch.autograd.backward`, `torch.autograd.grad`, `Tensor.backward`",
+    rests_on="`torch.autograd._engine_run_backward`",
+)
 def _() -> None:
     """A backward limited to shards (`inputs=model.parameters()`) would compute no gradients, and a nested backward
     would count as a new one.
@@ -261,86 +230,20 @@ def _() -> None:
     module._engine_run_backward = partial(_run_backward, module._engine_run_backward)
 
 
-@patch("`torch.func.grad`, `vjp`, `jacrev`, `hessian`", "closure of `torch.autograd.graph.disable_saved_tensors_hooks`")
+@change(
+    "`torch.func.grad`, `vjp`, `jacrev`, `hessian`",
+    rests_on="closure of `torch.autograd.graph.disable_saved_tensors_hooks`",
+)
 def _() -> None:
     """These functions would not work inside `gathered()`, which makes saved-tensor hooks the innermost ones."""
-    _replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)
+    replace_inside(torch.autograd.graph.disable_saved_tensors_hooks, _disable_hooks)
 
 
-@patch("`torch.nn.Module.to` and other conversions", "`torch.nn.Module._apply`")
+@change("`torch.nn.Module.to` and other conversions", rests_on="`torch.nn.Module._apply`")
 def _() -> None:
     """The parameters of a wrapped model would move to new memory, but its shards would not."""
-    replace_method(nn.Module, "_apply", refuse_if_wrapped)
+    replace_function(nn.Module, "_apply", refuse_if_wrapped)
 
 
-@patch("`torch.distributed.checkpoint.state_dict`, when it is imported", "private functions of the module")
-def _() -> None:
-    """The functions of this module would save placeholders, because they gather and shard only DTensors."""
-    name = "torch.distributed.checkpoint.state_dict"
-    if name in sys.modules:
-        _patch_state_dicts()
-    else:
-        sys.meta_path.insert(0, _AfterImport(name, _patch_state_dicts))
-
-
-def _patch_state_dicts() -> None:
-    """Apply the patches of `shardlite/checkpoint/`, which is imported by name, because it builds on this package.
-
-    The package may be in the middle of its own import. So this function imports the module of the patches.
-    """
-    import_module("shardlite.checkpoint.state_dict_patches").install()
-
-
-def replace_method(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of a class. Existing objects of the class get the replacement too."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    setattr(owner, name, method)
-
-
-def _replace_inside(function: Any, replacement: Callable[..., Any]) -> None:
-    """Replace the function inside `function`, a wrapper that PyTorch's `_no_grad` or `contextmanager` has made.
-
-    A program that has imported `function` by name gets the replacement too. The wrapper keeps the inner function in a
-    closure variable, `func`.
-    """
-    cell = (function.__closure__ or ())[function.__code__.co_freevars.index("func")]
-    cell.cell_contents = partial(replacement, cell.cell_contents)
-
-
-class _AfterImport:
-    """Import finder for one module. It calls the function `then` after the module has been executed."""
-
-    def __init__(self, name: str, then: Callable[[], object]) -> None:
-        self._name, self._then = name, then
-
-    def find_spec(self, fullname: str, path: object, target: ModuleType | None = None, /) -> ModuleSpec | None:
-        """Return the module's spec, with a loader that calls `then`. Return `None` for any other module."""
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(fullname)
-        if spec is not None:
-            sys.meta_path.insert(0, self)  # this finder stays until the module has been executed without an error
-            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
-        return spec  # type: ignore[no-any-return]
-
-    def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
-        execute(module)
-        self._then()
-        sys.meta_path.remove(self)
-
-
-_lock = Lock()
-_not_applied = iter(PATCHES)
-
-
-def install_patches() -> None:
-    """Apply all patches. Later calls do nothing."""
-    with _lock:
-        for patch in _not_applied:
-            patch.apply()
+install_patches = partial(install, "torch")
+"""Make all changes in PyTorch. Later calls do nothing."""

@@ -120,6 +120,9 @@ class InBackwardOptimizer:
 class OptimizerBridge:
     """Components of one wrapped model that optimizers use."""
 
+    model: Callable[[], Any]
+    """The wrapped model, or `None` once it is deleted."""
+
     shards: Shards
     skips: Skips
     scale: Scale

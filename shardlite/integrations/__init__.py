@@ -1,5 +1,5 @@
-"""Bridges to other packages. Importing `shardlite` imports none of them.
+"""Integrations with trainers. Importing `shardlite` imports none of them.
 
-In: models and options of another package. Out: the same, on wrapped models. Read the file of your
-trainer first; `_wrapping.py` has what all bridges do, and `_accelerator.py` what those of Hugging Face do.
+In: models and options of another package. Out: the same, on wrapped models. Read the file of your trainer first. All
+integrations share `_wrapping.py`, and those of Hugging Face share `_accelerator.py`.
 """

@@ -1,24 +1,27 @@
-"""What the bridges of Transformers and of Accelerate do to an `Accelerator`, and how they read its files."""
+"""Shared by the integrations of Transformers and Accelerate: wrap the models of an `Accelerator`, and read files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DynamoBackend, is_compiled_module
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend, extract_model_from_parallel, is_compiled_module
 from accelerate.utils.other import compile_regions_fsdp2
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.checkpoint import load_optimizer_state
-from shardlite.errors import LayoutError
-from shardlite.integrations._wrapping import adopt, holds, read_on_first, replaced
-from shardlite.model import ModelState, ShardLite
+from shardlite import LayoutError, ShardLite
+from shardlite.extend import gather_state_dicts, patch, some_of, stand_ins
+from shardlite.integrations._adapters import adapter_files, read_adapter
+from shardlite.integrations._wrapping import Original, adopt, model_of, replaced
+from shardlite.integrations.pretrained import read_converted
 
 
 def wrap(
-    accelerator: Any,
+    accelerator: Accelerator,
     model: nn.Module,
     prepare_model: Callable[[nn.Module, bool, bool], Any],
     options: Mapping[str, Any],
@@ -37,7 +40,7 @@ def wrap(
     given, model = model, uncompiled(model)
     with replaced(plugin, backend=DynamoBackend.NO):  # it would compile the unsharded model
         prepare_model(model, False, True)  # mixed precision only
-    accelerator._models.pop()
+    accelerator._models.pop()  # `prepare_model` has registered the unsharded model
     vars(model).pop("_is_accelerate_prepared")
     if isinstance(model, ShardLite):
         wrapped = model
@@ -50,7 +53,7 @@ def wrap(
     elif backend != DynamoBackend.NO:
         compile_in_place = compile_regions_fsdp2 if plugin.use_regional_compilation else nn.Module.compile
         compile_in_place(wrapped.module, **compiles)
-    ModelState(wrapped).full.gathers_states = True  # as `save_pretrained()` on all ranks expects
+    gather_state_dicts(wrapped)  # as `save_pretrained()` on all ranks expects
     vars(wrapped)["_is_accelerate_prepared"] = True
     accelerator._models.append(wrapped)
     return wrapped
@@ -64,39 +67,57 @@ def uncompiled(model: Any) -> Any:
 def compile_as(compiled: Any, model: ShardLite) -> None:
     """Compile a model in place with the options of `compiled`, if `torch.compile` has made it."""
     if is_compiled_module(compiled):
-        model.module._compiled_call_impl = compiled.dynamo_ctx(model.module._call_impl)
+        model.module._compiled_call_impl = compiled.dynamo_ctx(model.module._call_impl)  # as `nn.Module.compile` does
 
 
-def sharded(models: Iterable[Any]) -> list[ShardLite]:
+def sharded(models: Iterable[object]) -> list[ShardLite]:
     """Return the models that are wrapped."""
     return [model for model in models if isinstance(model, ShardLite)]
 
 
-def wrapper_of(accelerator: Any, model: nn.Module) -> ShardLite | None:
+def wrapper_of(accelerator: Accelerator, model: nn.Module) -> ShardLite | None:
     """Return the model of an accelerator that `model` is, or is the module of."""
     return next((each for each in sharded(accelerator._models) if model is each or model is each.module), None)
 
 
-def whole_weights(accelerator: Any, model: ShardLite) -> dict[str, Any]:
-    """Return the whole weights on the ranks that write files, and an empty dict on others. Collective."""
+# ---- patches of both bridges ----------------------------------------------------------------------------------------
+
+
+@patch(Accelerator, "get_state_dict", package="accelerate")
+def _get_state_dict(original: Original, accelerator: Accelerator, model: nn.Module, unwrap: bool = True) -> object:
+    """The state dict would have shards instead of weights."""
+    wrapped = model if isinstance(model, ShardLite) else wrapper_of(accelerator, model)
+    if wrapped is None:
+        return original(accelerator, model, unwrap)
     every_node = accelerator.project_configuration.save_on_each_node
-    return model.full_state_dict(rank=None if every_node else 0)
+    return wrapped.full_state_dict(rank=None if every_node else 0)
 
 
-def place(accelerator: Any, optimizer: Optimizer, device_placement: bool | None) -> bool | None:
-    """Give shards to an optimizer that was built before. Return whether accelerate may move its state."""
-    for model in sharded(accelerator._models):
-        adopt(model, optimizer)
-        if holds(optimizer, model):
+@patch(Accelerator, "prepare_optimizer", package="accelerate")
+def _prepare_optimizer(
+    original: Original, accelerator: Accelerator, optimizer: Optimizer, device_placement: bool | None = None
+) -> object:
+    """An optimizer that was built before `prepare` would hold parameters that have no gradients."""
+    if not getattr(optimizer, "_is_accelerate_prepared", False):
+        models = sharded(accelerator._models)
+        for model in models:
+            adopt(model, optimizer)
+        if model_of(optimizer) in models:
             device_placement = False  # shards are on their device already
-    return device_placement
+    return original(accelerator, optimizer, device_placement)
+
+
+@patch(extract_model_from_parallel, package="accelerate")
+def _extract_model_from_parallel(original: Original, model: Any, *args: object, **kwargs: object) -> object:
+    """A wrapped model would not be unwrapped, because only known classes are."""
+    return original(model.module if isinstance(model, ShardLite) else model, *args, **kwargs)
 
 
 # ---- files of runs without sharding ---------------------------------------------------------------------------------
 
 
 def read_weights(folder: Path, names: Sequence[str] = ("model.safetensors", "pytorch_model.bin")) -> dict[str, Tensor]:
-    """Return the weights that are in a folder, in a file with one of `names`, or in several files with an index.
+    """Load the weights in a folder, from a file with one of `names` or from several files with an index.
 
     Raises:
         LayoutError: there is no such file.
@@ -112,7 +133,7 @@ def read_weights(folder: Path, names: Sequence[str] = ("model.safetensors", "pyt
 
 
 def read_file(file: Path) -> Any:
-    """Return what a file has, on the CPU."""
+    """Load a file to the CPU."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 
@@ -120,6 +141,68 @@ def read_file(file: Path) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def load_whole_optimizer(model: ShardLite, optimizer: Optimizer, file: Path) -> None:
-    """Load the whole state of an optimizer, which a run without sharding has saved. Collective."""
-    load_optimizer_state(model, optimizer, read_on_first(model, f"load {file}", lambda: read_file(file)))
+def read_pretrained(folder: Path, model: ShardLite) -> dict[str, Tensor]:
+    """Load the tensors that `save_pretrained` has written, under their names in the model.
+
+    Raises:
+        LayoutError: names do not match the model.
+    """
+    from transformers import PreTrainedModel
+
+    files = adapter_files(model, folder)
+    if files:
+        found = [read_adapter(model, adapter, read_file(file), file) for adapter, file in files.items()]
+        return {name: value for each in found for name, value in each.items()}
+    saved = read_weights(folder)
+    with stand_ins(model) as entries:
+        known = entries.keys()
+    if saved.keys() - known and isinstance(model.module, PreTrainedModel):  # such as the experts of Mixtral
+        saved = read_converted(type(model.module), folder, model.module.config)
+    if unknown := sorted(saved.keys() - known):
+        raise LayoutError(f"{folder} has weights that this model lacks: {some_of(unknown)}")
+    return saved
+
+
+# ---- checkpoints of Transformers ------------------------------------------------------------------------------------
+
+FOLDER = "shardlite"
+"""The folder inside of a checkpoint that has the shards of the weights and of the optimizer's state."""
+
+STATE = "optimizer.pt"
+"""The file inside of a checkpoint with the full state of the optimizer. It is empty if the checkpoint has shards."""
+
+
+def read_state(folder: Path) -> Any:
+    """Return the full state of the optimizer in a checkpoint, which is empty if the checkpoint has shards.
+
+    Raises:
+        LayoutError: different runs have written the shards and other files of the checkpoint.
+    """
+    shards, file = folder / FOLDER, folder / STATE
+    state = read_file(file) if file.exists() else {"state": {}}
+    if shards.exists() and state["state"]:
+        raise LayoutError(
+            f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
+        )
+    saved = state.get("weights", {}) if shards.exists() else {}
+    now = digests(folder)
+    if changed := sorted(name for name, digest in saved.items() if now.get(name, digest) != digest):
+        raise LayoutError(
+            f"{shards} has other weights than {some_of(changed)} beside it, which was written later: delete {shards} "
+            f"and {file} to load the files, or the files to load the shards"
+        )
+    return state
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Return a digest of the size and a sample of the bytes of each file with weights in a folder, by its name."""
+    found = {}
+    for path in {*folder.rglob("*model*.safetensors"), *folder.rglob("*model*.bin")}:
+        size = path.stat().st_size
+        digest = sha256(str(size).encode())
+        with path.open("rb") as file:
+            for start in range(0, size, max(size // 256, 2**14)):
+                file.seek(start)
+                digest.update(file.read(2**14))
+        found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found

@@ -1,4 +1,4 @@
-"""Adapters of PEFT on a sharded model: what is needed to save them, and how their files are read."""
+"""Save and load PEFT adapters of a sharded model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardlite.errors import LayoutError
+from shardlite import LayoutError, ShardLite
+from shardlite.extend import ranks_of, stand_ins
 from shardlite.integrations._wrapping import replaced
-from shardlite.model import ModelState, ShardLite
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 """The files in which PEFT saves an adapter."""
@@ -35,9 +35,9 @@ def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
 
     inner: Any = model.module
     config = inner.peft_config[adapter]
-    named = {name: torch.empty(each.shape, device="meta") for name, each in ModelState(model).full.entries().items()}
     # At inference, PEFT saves the parameter of a prompt encoder. While it trains, PEFT saves what the encoder computes.
-    with ModelState(model).full.naming(), replaced(config, inference_mode=True):
+    with stand_ins(model) as entries, replaced(config, inference_mode=True):
+        named = {name: torch.empty(each.shape, device="meta") for name, each in entries.items()}
         owners = {id(each): name for name, each in [*inner.named_parameters(), *named.items()]}
         saved = get_peft_model_state_dict(inner, state_dict=named, adapter_name=adapter)
     owned = {key: owners.get(id(value)) for key, value in saved.items()}
@@ -54,7 +54,7 @@ def names_in_file(model: ShardLite, adapter: str) -> dict[str, str]:
 
 
 def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | None:
-    """Return the whole weights of all adapters on `rank`, on every rank if `None`, and an empty dict on others.
+    """Return the full weights of all adapters on `rank`, on every rank if `None`, and an empty dict on others.
 
     Return `None` if the module is not a model of PEFT, or if PEFT saves frozen weights too. Collective.
     """
@@ -68,7 +68,7 @@ def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | N
         return None
     if not saved <= trainable:
         return None
-    keeps = rank in (None, ModelState(model).context.rank)
+    keeps = rank in (None, ranks_of(model).rank)
     return {name: weight.cpu() for name, weight in model.full_parameters(trainable=True) if keeps}
 
 
@@ -79,14 +79,12 @@ def savable(model: ShardLite, weights: Mapping[str, Tensor]) -> Iterator[None]:
     Other parameters are on the meta device. PEFT also runs prompt encoders, which is done here on every rank.
     """
     inner: Any = model.module
-    entries = ModelState(model).full.entries()
     prompts = {name for name, config in getattr(inner, "peft_config", {}).items() if config.is_prompt_learning}
     read = [name for name, _ in inner.named_parameters() if prompts and name.startswith("prompt_encoder.")]
     with torch.no_grad(), model.gathered(*read, writeback=False) if read else nullcontext():
         known = {name: inner.get_prompt_embedding_to_save(name).cpu() for name in prompts}
-    values = {entries[name]: weight for name, weight in weights.items()}
     computed = {"get_prompt_embedding_to_save": known.__getitem__} if prompts else {}
-    with replaced(inner, **computed), ModelState(model).full.naming(values):
+    with replaced(inner, **computed), stand_ins(model, weights):
         yield
 
 

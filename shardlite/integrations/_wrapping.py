@@ -1,26 +1,29 @@
-"""What all bridges do: check the options of `ShardLite`, find the optimizers of a model, and read files on one rank."""
+"""Shared by all integrations: check options, hand shards to optimizers, gather weights for callbacks, read files."""
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shardlite.comm import agree
-from shardlite.config import launched_ranks
-from shardlite.errors import LayoutError, ShardWarning
-from shardlite.model import ModelState, ShardLite
+from shardlite import LayoutError, ShardLite, ShardWarning, load_optimizer_state
+from shardlite.extend import agree, launched_ranks, models_of, ranks_of
 
 _T = TypeVar("_T")
 
+Original = Callable[..., Any]
+"""A function of a trainer that was replaced."""
+
 OPTIONS = inspect.signature(ShardLite.__init__).parameters.keys() - {"self", "module", "device"}
-"""Keywords of `ShardLite` that a program passes to a bridge. The device is the trainer's."""
+"""Keywords of `ShardLite` that integrations accept. The trainer selects the device."""
 
 
-def check_options(caller: str, options: Mapping[str, Any], more: frozenset[str] = frozenset()) -> None:
+def check_options(caller: str, options: Mapping[str, Any], more: Set[str] = frozenset()) -> None:
     """Check the keywords of `ShardLite`. `more`: other keywords that `caller` takes.
 
     Raises:
@@ -66,17 +69,72 @@ def bare(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def holds(optimizer: Any, model: ShardLite) -> bool:
-    """Return whether an optimizer holds shards of a model."""
-    shards = set(model.parameters())
-    return any(param in shards for group in optimizer.param_groups for param in group["params"])
+def params_of(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def shards_of(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """Return the shard of each sharded parameter of the wrapped models that any of `params` belongs to."""
+    pairs: dict[Tensor, Tensor] = {}
+    for model in models_of(params):
+        own = zip(model.module.parameters(), model.parameters(), strict=True)
+        pairs.update((param, shard) for param, shard in own if param is not shard)
+    return pairs
+
+
+def model_of(optimizer: Any) -> ShardLite | None:
+    """Return the first wrapped model whose shards or parameters an optimizer holds."""
+    return next(iter(models_of(params_of(optimizer))), None)
 
 
 def adopt(model: ShardLite, optimizer: Optimizer) -> None:
-    """Replace the parameters of a model in an optimizer by their shards, if the optimizer holds any."""
-    params = set(model.module.parameters())
-    if any(param in params for group in optimizer.param_groups for param in group["params"]):
+    """Replace the parameters of a model in an optimizer by their shards, if the optimizer holds any. Collective."""
+    if not set(params_of(optimizer)).isdisjoint(model.module.parameters()):
         model.adopt(optimizer)
+
+
+def load_full_state(optimizer: Any, state: Any) -> None:
+    """Load the full state of an optimizer, which a run without sharding may have saved. Collective if it has shards.
+
+    Args:
+        optimizer: an optimizer of a wrapped model, or any other.
+        state: the state. Other ranks than the first may pass `None` if the optimizer has shards.
+    """
+    model = model_of(optimizer)
+    if model is None:
+        optimizer.load_state_dict(state)
+    else:
+        load_optimizer_state(model, bare(optimizer), state)
+
+
+@contextmanager
+def required(integration: str, packages: str, extra: str) -> Iterator[None]:
+    """Raise an error that says what to install if an import inside the context fails.
+
+    Raises:
+        ModuleNotFoundError: the import failed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"{integration} requires {packages}: pip install 'shardlite[{extra}]'", name=error.name
+        ) from error
+
+
+def gather_in(target: Any, name: str, model: Callable[[], ShardLite | None], *, writeback: bool = False) -> None:
+    """Run a method of the object `target` inside `gathered()` of what `model` returns, unless it returns `None`."""
+    vars(target).pop(name, None)
+    method = getattr(target, name)
+
+    @wraps(method)
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        wrapped = model()
+        with nullcontext() if wrapped is None else wrapped.gathered(writeback=writeback), torch.no_grad():
+            return method(*args, **kwargs)
+
+    vars(target)[name] = gathering
 
 
 @contextmanager
@@ -96,13 +154,13 @@ def replaced(target: Any, **values: Any) -> Iterator[None]:
 
 
 def read_on_first(model: ShardLite, what: str, read: Callable[[], _T]) -> _T | None:
-    """Return what `read` returns on the model's first rank, and `None` on other ranks. Collective.
+    """Return what `read` returns on the model's first rank, and `None` on others. Collective.
 
     Raises:
         Exception: `read` has raised it. Raised on the first rank.
         LayoutError: the same, on other ranks.
     """
-    return together(model, what, lambda: read() if ModelState(model).context.rank == 0 else None)
+    return together(model, what, lambda: read() if ranks_of(model).rank == 0 else None)
 
 
 def together(model: ShardLite, what: str, act: Callable[[], _T]) -> _T:
@@ -112,11 +170,10 @@ def together(model: ShardLite, what: str, act: Callable[[], _T]) -> _T:
         Exception: `act` has raised it on this rank.
         LayoutError: `act` has raised an error on another rank.
     """
-    state, problem = ModelState(model), None
+    problem = None
     try:
         value = act()
     except Exception as error:  # other ranks wait for this rank
         problem = error
-    watch = state.context.reports.watching
-    agree(state.ranks, [], problem, what=what, timeout=state.context.timeout, watch=watch)
+    agree(model, what, problem=problem)
     return value

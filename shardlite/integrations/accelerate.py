@@ -12,37 +12,36 @@ a folder `shardlite_<i>` for model `i` instead of `model.safetensors` and `optim
 Tried with accelerate 1.15.0.
 """
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial, wraps
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import checkpoint
-from shardlite.comm import agree
-from shardlite.engine import models_with, params_of
-from shardlite.errors import CommError, LayoutError
-from shardlite.grads import Mode
+import shardlite
+from shardlite import CommError, LayoutError, ShardLite
+from shardlite.extend import agree, models_of, patch, reducing
+from shardlite.extend import install as install_patches
 from shardlite.integrations._adapters import savable
 from shardlite.integrations._wrapping import (
+    Original,
     adopt,
     bare,
     check_options,
     check_processes,
-    holds,
+    load_full_state,
+    model_of,
+    params_of,
     read_on_first,
     replaced,
+    required,
 )
-from shardlite.model import ModelState, ShardLite
 
-try:
+with required(__name__, "accelerate >= 1.15", "accelerate"):
     from accelerate import Accelerator
     from accelerate.local_sgd import LocalSGD
     from accelerate.utils import load
@@ -50,36 +49,22 @@ try:
 
     from shardlite.integrations._accelerator import (
         compile_as,
-        load_whole_optimizer,
-        place,
         read_weights,
         sharded,
         uncompiled,
-        whole_weights,
         wrap,
         wrapper_of,
     )
-except ImportError as error:
-    raise ModuleNotFoundError(
-        "shardlite.integrations.accelerate requires accelerate >= 1.15: pip install 'shardlite[accelerate]'",
-        name=error.name,
-    ) from error
 
-_Original = Callable[..., Any]
-
-_options: dict[str, Any] = {}
-"""Keywords of `ShardLite` for the models that are prepared next."""
-
-_originals: dict[tuple[type, str], Any] = {}
-"""The attributes that `install` has replaced; empty if it is not installed."""
+_options: dict[str, object] = {}
+"""Keywords of `ShardLite` for the models that are prepared next; empty if `install` was not called."""
 
 
 def install(stage: int = 3, **options: Any) -> None:
     """Let `accelerate.Accelerator.prepare` wrap models with `ShardLite` instead of `DistributedDataParallel`.
 
     Call it on every rank, before the first model is prepared. A program that prepares no model, or that has no process
-    group, is not changed. A second call replaces the options; models that are already prepared
-    keep theirs.
+    group, is not changed. A second call replaces the options; models that are already prepared keep theirs.
 
     Args:
         stage: ZeRO stage, as for `ShardLite`.
@@ -97,31 +82,28 @@ def install(stage: int = 3, **options: Any) -> None:
     check_options("install()", {"stage": stage, **options})
     _options.clear()
     _options.update(options, stage=stage)
-    _unwrap_models()
-    if not _originals:
-        for patch in PATCHES:
-            _replace(patch)
+    install_patches("accelerate")
 
 
 def uninstall() -> None:
-    """Undo `install`. Models that are already prepared stay wrapped. Without `install` before, do nothing."""
-    for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
-    _originals.clear()
+    """Let `prepare` wrap models with `DistributedDataParallel` again. Models that are already prepared stay wrapped."""
     _options.clear()
 
 
 # ---- preparation ----------------------------------------------------------------------------------------------------
 
 
+@patch(Accelerator, "prepare_model", package="accelerate")
 def _prepare_model(
-    original: _Original,
-    accelerator: Any,
+    original: Original,
+    accelerator: Accelerator,
     model: nn.Module,
     device_placement: bool | None = None,
     evaluation_mode: bool = False,
-) -> Any:
+) -> object:
     """`DistributedDataParallel` would wrap the model."""
+    if not _options:
+        return original(accelerator, model, device_placement, evaluation_mode)
     module = uncompiled(model)
     wrapped = wrapper_of(accelerator, module)
     if wrapped is None and isinstance(module, ShardLite) and "_is_accelerate_prepared" in vars(module):
@@ -144,7 +126,7 @@ def _prepare_model(
     return wrapped
 
 
-def _wrap(original: _Original, accelerator: Any, model: nn.Module) -> ShardLite:
+def _wrap(original: Original, accelerator: Accelerator, model: nn.Module) -> ShardLite:
     try:
         return wrap(accelerator, model, partial(original, accelerator), _options)
     except CommError as error:
@@ -154,17 +136,8 @@ def _wrap(original: _Original, accelerator: Any, model: nn.Module) -> ShardLite:
         ) from error
 
 
-def _prepare_optimizer(
-    original: _Original, accelerator: Any, optimizer: Optimizer, device_placement: bool | None = None
-) -> Any:
-    """An optimizer that was built before `prepare` would hold parameters that have no gradients."""
-    if getattr(optimizer, "_is_accelerate_prepared", False):
-        return original(accelerator, optimizer, device_placement)
-    return original(accelerator, optimizer, place(accelerator, optimizer, device_placement))
-
-
-def _check(accelerator: Any) -> None:
-    """Raise `LayoutError` if the accelerator asks for something that `ShardLite` does not do."""
+def _check(accelerator: Accelerator) -> None:
+    """Raise `LayoutError` if the accelerator has an option that `ShardLite` does not support."""
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise LayoutError(f"install(): this Accelerator uses {kind}: remove its plugin, or do not call install()")
@@ -188,20 +161,19 @@ def _check(accelerator: Any) -> None:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _trigger_sync_in_backward(original: _Original, model: nn.Module) -> Iterator[None]:
+@patch(Accelerator, "trigger_sync_in_backward", package="accelerate")
+def _trigger_sync_in_backward(original: Original, model: nn.Module) -> AbstractContextManager[None]:
     """Gradients would stay unreduced, because only `DistributedDataParallel` is known."""
-    own = ModelState(model).bridge.backward.accumulating(Mode.STEP) if isinstance(model, ShardLite) else None
-    with own or original(model):
-        yield
+    return reducing(model) if isinstance(model, ShardLite) else original(model)
 
 
+@patch(Accelerator, "join_uneven_inputs", package="accelerate")
 def _join_uneven_inputs(
-    original: _Original, accelerator: Any, joinables: Sequence[Any], even_batches: bool | None = None
-) -> AbstractContextManager[Any]:
+    original: Original, accelerator: Accelerator, joinables: Sequence[object], even_batches: bool | None = None
+) -> AbstractContextManager[object]:
     """Ranks with more batches would wait for the other ranks."""
     if not sharded(joinables):
-        context: AbstractContextManager[Any] = original(accelerator, joinables, even_batches)
+        context: AbstractContextManager[object] = original(accelerator, joinables, even_batches)
         return context
     if accelerator.even_batches if even_batches is None else even_batches:
         return nullcontext(joinables)
@@ -211,7 +183,8 @@ def _join_uneven_inputs(
     )
 
 
-def _enter_local_sgd(original: _Original, local: Any) -> Any:
+@patch(LocalSGD, "__enter__", package="accelerate")
+def _enter_local_sgd(original: Original, local: LocalSGD) -> object:
     """It would average shards of different parameters."""
     if local.enabled and isinstance(local.model, ShardLite):
         raise LayoutError(
@@ -224,30 +197,26 @@ def _enter_local_sgd(original: _Original, local: Any) -> Any:
 # ---- weights and checkpoints ----------------------------------------------------------------------------------------
 
 
-def _get_state_dict(original: _Original, accelerator: Any, model: nn.Module, unwrap: bool = True) -> Any:
-    """The state dict would have shards instead of weights. Collective; the weights are on rank 0."""
-    wrapped = model if isinstance(model, ShardLite) else wrapper_of(accelerator, model)
-    return original(accelerator, model, unwrap) if wrapped is None else whole_weights(accelerator, wrapped)
-
-
-def _save_state(original: _Original, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Rank 0 would save its shards as if they were whole."""
+@patch(Accelerator, "save_state", package="accelerate")
+def _save_state(original: Original, accelerator: Accelerator, *args: object, **kwargs: object) -> object:
+    """Rank 0 would save its shards as if they were full."""
     return _Save(accelerator).run(original, *args, **kwargs)
 
 
+@patch(Accelerator, "load_state", package="accelerate")
 def _load_state(
-    original: _Original,
-    accelerator: Any,
+    original: Original,
+    accelerator: Accelerator,
     input_dir: str | None = None,
-    load_kwargs: dict[str, Any] | None = None,
-    **options: Any,
-) -> Any:
+    load_kwargs: dict[str, object] | None = None,
+    **options: object,
+) -> object:
     """Each rank would load the shards of rank 0."""
     return _Load(accelerator, load_kwargs, options).run(original, input_dir)
 
 
 class _Save:
-    """A call of `save_state`: saves sharded models, and lets accelerate save the other models and their optimizers.
+    """Save sharded models in `save_state`, and let Accelerate save the other models and their optimizers.
 
     Accelerate numbers its files without the sharded models:
 
@@ -255,27 +224,27 @@ class _Save:
         files      shardlite_0    model.safetensors    shardlite_2    model_1.safetensors
     """
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Accelerator) -> None:
         _check_optimizers("save_state", accelerator)
         self._accelerator = accelerator
-        self._optimizers: list[Any] = accelerator._optimizers
+        self._optimizers: list[Optimizer] = accelerator._optimizers
         self._get_state_dict = accelerator.get_state_dict
         self._hooked = bool(accelerator._save_model_state_pre_hook)
-        self._own: list[Any] = []
+        self._own: list[dict[str, Tensor]] = []
         self._hooks = ExitStack()
 
-    def run(self, original: _Original, *args: Any, **kwargs: Any) -> Any:
-        """Call accelerate's method, with weights of sharded models only for hooks of the program."""
+    def run(self, original: Original, *args: object, **kwargs: object) -> object:
+        """Call Accelerate's method. It gets weights of sharded models only for hooks of the program."""
         accelerator = self._accelerator
         handle = accelerator.register_save_state_pre_hook(self._save_sharded)  # the last hook: others have run
-        plain = [each for each in self._optimizers if not _model_of(accelerator, each)]
+        plain = [each for each in self._optimizers if not model_of(each)]
         with replaced(accelerator, _optimizers=plain, get_state_dict=self._weights), self._hooks:
             try:
                 return original(accelerator, *args, **kwargs)
             finally:
                 handle.remove()
 
-    def _weights(self, model: nn.Module, unwrap: bool = True) -> Any:
+    def _weights(self, model: nn.Module, unwrap: bool = True) -> object:
         """Return the weights that hooks get. Until they have run, `state_dict()` of the module has them too."""
         if not isinstance(model, ShardLite):
             return self._get_state_dict(model, unwrap)
@@ -284,7 +253,7 @@ class _Save:
             self._hooks.enter_context(savable(model, self._own[-1]))
         return self._own[-1]
 
-    def _save_sharded(self, models: Sequence[nn.Module], weights: list[Any], folder: str) -> None:
+    def _save_sharded(self, models: Sequence[nn.Module], weights: list[object], folder: str) -> None:
         """Save sharded models, and leave the weights of other models to accelerate."""
         self._hooks.close()
         if len(weights) == len(models):  # a hook may have put other dicts into the list
@@ -295,34 +264,36 @@ class _Save:
         for number, model in enumerate(self._accelerator._models):
             if isinstance(model, ShardLite):
                 for path, optimizer in _parts(folder, number, model, self._optimizers):
-                    checkpoint.save(path, model, optimizer, keep=1)
+                    shardlite.save(path, model, optimizer, keep=1)
 
 
 class _Load:
-    """A call of `load_state`: loads sharded models from folders of `_Save`, or from files of a run without sharding.
+    """Load sharded models in `load_state`, from folders of `_Save` or from files of a run without sharding.
 
     The number of such a file is the position in the list of all models, or optimizers, that are in files. If sharded
-    models are among them, accelerate would not know the list. This class then loads all of the files.
+    models are among them, Accelerate would number them differently, so this class loads all of the files.
     """
 
-    def __init__(self, accelerator: Any, load_kwargs: dict[str, Any] | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, accelerator: Accelerator, load_kwargs: dict[str, object] | None, options: dict[str, object]
+    ) -> None:
         """Prepare a call, given its arguments. `options` are keywords of `load_state_dict`, and `map_location`."""
         _check_optimizers("load_state", accelerator)
         self._accelerator = accelerator
         self._load_kwargs, self._options = load_kwargs or {}, options
-        self._models: list[Any] = list(accelerator._models)
-        self._optimizers: list[Any] = list(accelerator._optimizers)
+        self._models: list[nn.Module] = list(accelerator._models)
+        self._optimizers: list[Optimizer] = list(accelerator._optimizers)
         self._saved: set[int] = set()
         """Numbers of the models that are in folders of ShardLite."""
 
         self._arrived = False
         """Whether this rank has told other ranks which folders it sees."""
 
-    def run(self, original: _Original, input_dir: str | None) -> Any:
+    def run(self, original: Original, input_dir: str | None) -> object:
         """Call accelerate's method between the two parts of the load. Hooks of the program run after the first part."""
         accelerator = self._accelerator
         first = accelerator.register_load_state_pre_hook(self._load_sharded)
-        accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)
+        accelerator._load_model_state_pre_hook.move_to_end(first.id, last=False)  # before hooks of the program
         last = accelerator.register_load_state_pre_hook(self._load_files)
         with replaced(accelerator, _optimizers=self._optimizers):
             try:
@@ -351,66 +322,55 @@ class _Load:
                     "torch.distributed.init_process_group('gloo') before Accelerator()"
                 )
         for number, model in enumerate(self._models):
-            if number in self._saved:
+            if number in self._saved and isinstance(model, ShardLite):
                 for path, optimizer in _parts(folder, number, model, self._optimizers):
-                    checkpoint.load(path, model, optimizer)
+                    shardlite.load(path, model, optimizer)
 
-    def _load_files(self, models: list[Any], folder: str) -> None:
+    def _load_files(self, models: list[nn.Module], folder: str) -> None:
         """Load files if sharded models are in them. `models` are those that no hook has removed."""
         saved = [model for number, model in enumerate(self._models) if number in self._saved]
         models[:] = [each for each in models if not any(each is model for model in saved)]
         optimizers = self._optimizers
-        optimizers[:] = [each for each in optimizers if not any(holds(each, model) for model in saved)]
+        optimizers[:] = [each for each in optimizers if model_of(each) not in saved]
         if sharded(models):
             options = {name: value for name, value in self._options.items() if name != "map_location"}
             for number, model in enumerate(models):
                 _load_weights(model, Path(folder), number, options)
             models.clear()
-        if any(_model_of(self._accelerator, each) for each in optimizers):
+        if any(model_of(each) for each in optimizers):
             for number, optimizer in enumerate(optimizers):
                 self._load_optimizer(optimizer, Path(folder) / f"optimizer{_ending(number)}.bin")
             optimizers.clear()
 
-    def _load_optimizer(self, optimizer: Any, file: Path) -> None:
-        model = _model_of(self._accelerator, optimizer)
-        if model is None:
-            optimizer.load_state_dict(load(file, map_location="cpu", **self._load_kwargs))
-        else:
-            load_whole_optimizer(model, bare(optimizer), file)
+    def _load_optimizer(self, optimizer: Optimizer, file: Path) -> None:
+        model, read = model_of(optimizer), partial(load, file, map_location="cpu", **self._load_kwargs)
+        load_full_state(optimizer, read() if model is None else read_on_first(model, f"load {file}", read))
 
     def _agree(self, facts: Sequence[str], problem: Exception | None = None) -> None:
         """Check that all ranks have the same facts, and that no rank has a problem. Collective."""
         self._arrived = True
         for model in sharded(self._models)[:1]:  # all of them have the same ranks
-            state = ModelState(model)
-            timeout, watch = state.context.timeout, state.context.reports.watching
-            agree(state.ranks, facts, problem, what="load_state", timeout=timeout, subject="files", watch=watch)
+            agree(model, "load_state", facts, problem, subject="files")
 
 
-def _check_optimizers(caller: str, accelerator: Any) -> None:
+def _check_optimizers(caller: str, accelerator: Accelerator) -> None:
     """Raise `LayoutError` if an optimizer has shards of a model that the accelerator does not have."""
-    known = {ModelState(model).bridge for model in sharded(accelerator._models)}
     for optimizer in accelerator._optimizers:
-        if not known.issuperset(models_with(params_of(bare(optimizer)))):
+        if not set(accelerator._models).issuperset(models_of(params_of(optimizer))):
             raise LayoutError(
                 f"{caller}: a prepared {type(bare(optimizer)).__name__} has parameters of a ShardLite model that this "
                 "accelerator does not have: pass the model to prepare(), also after free_memory()"
             )
 
 
-def _model_of(accelerator: Any, optimizer: Any) -> ShardLite | None:
-    """Return the first model whose shards an optimizer holds."""
-    return next((model for model in sharded(accelerator._models) if holds(optimizer, model)), None)
-
-
 def _parts(
-    folder: str, number: int, model: ShardLite, optimizers: Sequence[Any]
+    folder: str, number: int, model: ShardLite, optimizers: Sequence[Optimizer]
 ) -> Iterator[tuple[Path, Optimizer | None]]:
     """Yield the path of each checkpoint of a model in a folder of `save_state`, and the optimizer in this checkpoint.
 
     Weights are saved once for each optimizer of the model.
     """
-    own = [bare(each) for each in optimizers if holds(each, model)]
+    own = [bare(each) for each in optimizers if model_of(each) is model]
     for order, optimizer in enumerate(own or [None]):
         yield Path(folder) / (f"shardlite_{number}" + (f"_optimizer_{order}" if order else "")), optimizer
 
@@ -432,77 +392,3 @@ def _load_weights(model: nn.Module, folder: Path, number: int, options: dict[str
 def _ending(number: int) -> str:
     """Return what accelerate appends to the name of a file."""
     return f"_{number}" if number else ""
-
-
-# ---- patches --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Patch:
-    """A method of accelerate that `install` replaces."""
-
-    owner: type
-    """The class."""
-
-    name: str
-    """The name of the method."""
-
-    replacement: Callable[..., Any]
-    """The function that is called instead, with the original method first. Its docstring says what would happen."""
-
-
-PATCHES = [
-    Patch(Accelerator, "prepare_model", _prepare_model),
-    Patch(Accelerator, "prepare_optimizer", _prepare_optimizer),
-    Patch(Accelerator, "trigger_sync_in_backward", _trigger_sync_in_backward),
-    Patch(Accelerator, "join_uneven_inputs", _join_uneven_inputs),
-    Patch(LocalSGD, "__enter__", _enter_local_sgd),
-    Patch(Accelerator, "get_state_dict", _get_state_dict),
-    Patch(Accelerator, "save_state", _save_state),
-    Patch(Accelerator, "load_state", _load_state),
-]
-"""Everything that `install` changes in accelerate, besides `extract_model_from_parallel`."""
-
-
-def _replace(patch: Patch) -> None:
-    held = inspect.getattr_static(patch.owner, patch.name)
-    original = getattr(patch.owner, patch.name)
-
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return patch.replacement(original, *args, **kwargs)
-
-    setattr(patch.owner, patch.name, staticmethod(method) if isinstance(held, staticmethod) else method)
-    _originals[patch.owner, patch.name] = held
-
-
-_ORIGINAL = "_shardlite_original"
-
-
-def _unwrap_models() -> None:
-    """Let `extract_model_from_parallel` return the module of a `ShardLite` model. Later calls do nothing.
-
-    Transformers, TRL and accelerate itself have imported the function by name. Therefore its code is replaced, and the
-    name keeps its object. For other models the function is unchanged.
-    """
-    from accelerate.utils import extract_model_from_parallel as function
-
-    names = function.__globals__
-    if _ORIGINAL in names:
-        return
-    original = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    names[_ORIGINAL] = original
-    names["_shardlite_module_of"] = _module_of
-    function.__wrapped__ = original  # `inspect.signature` follows it
-    function.__defaults__ = None
-    function.__code__ = _replacement.__code__
-
-
-def _module_of(model: Any) -> Any:
-    """Return the module of a `ShardLite` model, and any other model unchanged."""
-    return model.module if isinstance(model, ShardLite) else model
-
-
-def _replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Code of the patched function. Its global names are those of accelerate's module."""
-    return _shardlite_original(_shardlite_module_of(model), *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821

@@ -6,38 +6,43 @@
     trainer = Trainer(strategy=ShardLiteStrategy(stage=2, prefetch=2), ...)
 
 The strategies start ranks as `DDPStrategy` does. A checkpoint is a file as Lightning writes it without sharding: it has
-whole weights and whole optimizer states.
+full weights and full optimizer states.
 
 Tried with lightning 2.6.6.
 """
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial, wraps
-from types import FunctionType, SimpleNamespace
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
-from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-import shardlite
-from shardlite.integrations._wrapping import adopt, check_options, holds
-from shardlite.model import ShardLite
-from shardlite.optim import AdamW
-from shardlite.optimizers import WholeParameters
+from shardlite import ShardLite, full_optimizer_state
+from shardlite.extend import install, models_of, patch
+from shardlite.integrations._wrapping import (
+    Original,
+    adopt,
+    check_options,
+    gather_in,
+    load_full_state,
+    model_of,
+    params_of,
+    required,
+    shards_of,
+)
 
 if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
     raise ImportError(
         "shardlite.integrations.lightning: pytorch_lightning is already imported, and its classes differ from "
         "lightning's: write `from lightning.pytorch import Trainer, LightningModule`"
     )
-try:
+_PACKAGES = "lightning >= 2.6 (pytorch_lightning and lightning_fabric are other packages, which it does not work with)"
+with required(__name__, _PACKAGES, "lightning"):
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -47,41 +52,23 @@ try:
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.grads import grad_norm
-except ImportError as error:
-    raise ModuleNotFoundError(
-        "shardlite.integrations.lightning requires lightning >= 2.6: pip install 'shardlite[lightning]' "
-        "(pytorch_lightning and lightning_fabric are other packages, which it does not work with)",
-        name=error.name,
-    ) from error
 
 __all__ = ["ShardLiteFabricStrategy", "ShardLiteStrategy"]
 
-_models: "WeakSet[ShardLite]" = WeakSet()
-"""All models that strategies have wrapped."""
 
+class _Kept:
+    """Attribute of a `LightningModule` that keeps its wrapped model alive between trainers. Copies have no model."""
 
-class _Wrapping:
-    """Attribute of a `LightningModule`: the wrapped model, and the settings with which it was wrapped.
-
-    It keeps the model alive between trainers. Copies of the module have no wrapped model.
-    """
-
-    NAME = "_shardlite_wrapping"
-
-    def __init__(self, model: ShardLite | None = None, settings: Any = None) -> None:
+    def __init__(self, model: ShardLite | None = None, settings: object = None) -> None:
         self.model, self.settings = model, settings
 
-    def __deepcopy__(self, _: Any) -> "_Wrapping":
-        return _Wrapping()
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Kept, ()
 
-    def __reduce__(self) -> Any:
-        return _Wrapping, ()
 
-    @classmethod
-    def of(cls, module: nn.Module) -> "_Wrapping":
-        """Return the attribute of a module. Its model is `None` if the module is not wrapped now."""
-        found = vars(module).get(cls.NAME)
-        return cls() if found is None or found.model is None or found.model._unwrapped else found
+def _wrapped(module: nn.Module) -> ShardLite | None:
+    """Return the wrapped model that the parameters of a module belong to."""
+    return next(iter(models_of(module.parameters())), None)
 
 
 # ---- Trainer --------------------------------------------------------------------------------------------------------
@@ -115,7 +102,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- setup ------------------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        """Begin to use a module."""
+        """Attach a module."""
         super().connect(model)
         self._was_on_meta = False
 
@@ -134,8 +121,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
         self._was_on_meta = self.restore_checkpoint_after_setup
         self.model = self._wrapped_model(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
-            with _shards_for_own_optimizers():
-                self.setup_optimizers(trainer)
+            self.setup_optimizers(trainer)
             for optimizer in self.optimizers:
                 adopt(self.model, optimizer)
         _gather_for_averages(trainer, self.model)
@@ -143,16 +129,16 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
 
     def _wrapped_model(self, trainer: Trainer) -> ShardLite:
         module, settings = self.lightning_module, (self._options, self.precision_plugin.precision)
-        known = _Wrapping.of(module)
-        if known.model is not None and known.settings == settings:
-            return known.model
-        if known.model is not None:
-            known.model.unwrap()
+        kept, known = getattr(module, "_shardlite_kept", None), _wrapped(module)
+        if known is not None and kept is not None and kept.model is known:
+            if kept.settings == settings:
+                return known
+            known.unwrap()
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync:
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         wrapped = _wrap(module, self.root_device, self._options)
-        setattr(module, _Wrapping.NAME, _Wrapping(wrapped, settings))
+        module._shardlite_kept = _Kept(wrapped, settings)
         return wrapped
 
     def block_backward_sync(self) -> AbstractContextManager[None]:
@@ -160,7 +146,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
         return self.model.no_sync()
 
     def teardown(self) -> None:
-        """Leave the model where it is: a sharded model cannot be moved."""
+        """Release all resources but the model, because a sharded model cannot be moved to the CPU."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -169,7 +155,7 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the whole weights on rank 0, which writes the checkpoint. Collective."""
+        """Return the full weights on rank 0, which writes the checkpoint. Collective."""
         if not isinstance(self.model, ShardLite):
             return super().lightning_module_state_dict()
         if not any(map(_chooses_state, self.lightning_module.modules())):
@@ -179,27 +165,22 @@ class ShardLiteStrategy(DDPStrategy):  # type: ignore[misc]
             return {name: _on_cpu(value) for name, value in state.items()} if self.is_global_zero else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights: those of rank 0, if the module is sharded."""
-        wrapped = _Wrapping.of(self.lightning_module).model
+        """Load full weights: those of rank 0, if the module is sharded."""
+        wrapped = _wrapped(self.lightning_module)
         if wrapped is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
             wrapped.load_full_state_dict(checkpoint["state_dict"], strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on rank 0. Collective."""
-        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if isinstance(self.model, ShardLite) and holds(bare, self.model):
-            return shardlite.full_optimizer_state(self.model, bare, rank=0)
-        return super().optimizer_state(bare)  # type: ignore[no-any-return]
+        """Return the full state of an optimizer on rank 0. Collective."""
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return _full_state(plain, super().optimizer_state)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole optimizer states, of any number of ranks and of any strategy. Collective."""
+        """Load full optimizer states, of any number of ranks and of any strategy. Collective."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            if holds(optimizer, self.model):
-                shardlite.load_optimizer_state(self.model, optimizer, state)
-            else:
-                optimizer.load_state_dict(state)
+            load_full_state(optimizer, state)
 
 
 # ---- Fabric ---------------------------------------------------------------------------------------------------------
@@ -231,7 +212,6 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
             own["precision"] = own.pop("precision_plugin")
         super().__init__(**own)
         self._backward_sync_control = _NoSync()
-        self._wrapped: WeakValueDictionary[int, ShardLite] = WeakValueDictionary()  # in the order of wrapping
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move a module, unless it has no memory yet."""
@@ -241,53 +221,42 @@ class ShardLiteFabricStrategy(FabricDDPStrategy):  # type: ignore[misc]
     def setup_module(self, module: nn.Module) -> ShardLite:
         """Wrap a module."""
         _refuse_precision(self.precision)
-        wrapped = _wrap(module, self.root_device, self._options)
-        self._wrapped[id(wrapped)] = wrapped
-        return wrapped
+        return _wrap(module, self.root_device, self._options)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Give shards to an optimizer."""
-        for model in self._living():
+        for model in models_of(params_of(optimizer)):
             adopt(model, optimizer)
         return optimizer
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the whole weights on rank 0. Collective."""
+        """Return the full weights on rank 0. Collective."""
         if isinstance(module, ShardLite):
             return module.full_state_dict(rank=0)
         return super().get_module_state_dict(module)  # type: ignore[no-any-return]
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load rank 0's whole weights. Collective."""
+        """Load rank 0's full weights. Collective."""
         if isinstance(module, ShardLite):
             module.load_full_state_dict(state_dict, strict)
         else:
             super().load_module_state_dict(module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimizer on rank 0. Collective."""
-        model = self._model_of(optimizer)
-        if model is None:
-            return super().get_optimizer_state(optimizer)  # type: ignore[no-any-return]
-        return shardlite.full_optimizer_state(model, optimizer, rank=0)
+        """Return the full state of an optimizer on rank 0. Collective."""
+        return _full_state(optimizer, super().get_optimizer_state)
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, **options: Any) -> dict[str, Any]:
-        """Load a file into the objects of `state`. Optimizers load whole states. Collective."""
+        """Load a file into the objects of `state`. Optimizers load full states. Collective."""
         if isinstance(state, Optimizer):
-            _State(self, state).load_state_dict(self.checkpoint_io.load_checkpoint(path, **options))
+            load_full_state(state, self.checkpoint_io.load_checkpoint(path, **options))
             return {}
         if not isinstance(state, dict):
             return super().load_checkpoint(path, state, strict, **options)  # type: ignore[no-any-return]
-        inner = {key: _State(self, each) if isinstance(each, Optimizer) else each for key, each in state.items()}
+        inner = {key: _FullState(each) if isinstance(each, Optimizer) else each for key, each in state.items()}
         rest = super().load_checkpoint(path, inner, strict, **options)
-        state.update({key: each for key, each in inner.items() if not isinstance(each, _State)})
+        state.update({key: each for key, each in inner.items() if not isinstance(each, _FullState)})
         return rest  # type: ignore[no-any-return]
-
-    def _model_of(self, optimizer: Optimizer) -> ShardLite | None:
-        return next((model for model in self._living() if holds(optimizer, model)), None)
-
-    def _living(self) -> list[ShardLite]:
-        return [model for model in self._wrapped.values() if not model._unwrapped]
 
 
 class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
@@ -298,31 +267,33 @@ class _NoSync(_BackwardSyncControl):  # type: ignore[misc]
         return module.no_sync() if enabled else nullcontext()
 
 
-class _State:
-    """The state of an optimizer, to which `load_checkpoint` gives a whole state."""
-
-    def __init__(self, strategy: ShardLiteFabricStrategy, optimizer: Optimizer) -> None:
-        self._strategy, self._optimizer = strategy, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._strategy.get_optimizer_state(self._optimizer)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        model = self._strategy._model_of(self._optimizer)
-        if model is None:
-            self._optimizer.load_state_dict(state)
-        else:
-            shardlite.load_optimizer_state(model, self._optimizer, state)
-
-
 # ---- both -----------------------------------------------------------------------------------------------------------
 
-_OWN = frozenset(
-    {
-        *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
-        *("process_group_backend", "start_method"),
-    }
-)
+
+class _FullState:
+    """An optimizer whose state is whole when it is saved and loaded."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the full state on rank 0. Collective."""
+        return _full_state(self._optimizer, type(self._optimizer).state_dict)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a full state. Collective."""
+        load_full_state(self._optimizer, state)
+
+
+def _full_state(optimizer: Optimizer, plain: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
+    model = model_of(optimizer)
+    return plain(optimizer) if model is None else full_optimizer_state(model, optimizer, rank=0)
+
+
+_OWN = {
+    *("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"),
+    *("process_group_backend", "start_method"),
+}
 
 
 def _split_options(name: str, stage: int, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -343,16 +314,14 @@ def _refuse_precision(plugin: Any) -> None:
 
 
 def _wrap(module: nn.Module, device: torch.device, options: Mapping[str, Any]) -> ShardLite:
-    _patch_lightning()
+    install("lightning")
     if not any(param.is_meta for param in module.parameters()):
         module.to(device)
-    wrapped = ShardLite(module, device=device, **options)
-    _models.add(wrapped)
-    return wrapped
+    return ShardLite(module, device=device, **options)
 
 
 def _chooses_state(module: nn.Module) -> bool:
-    """Return whether a module saves other things than its parameters and buffers."""
+    """Return whether a module changes its state dict, by methods or hooks."""
     names = ("state_dict", "_save_to_state_dict", "get_extra_state")
     overrides = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return overrides or bool(module._state_dict_hooks)
@@ -362,186 +331,99 @@ def _on_cpu(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-@contextmanager
-def _shards_for_own_optimizers() -> Iterator[None]:
-    """Let optimizers of ShardLite be built from a module's own parameters, as others may be."""
-
-    def prepare(optimizer: Any, params: Any, _prepare: Any = WholeParameters._prepare) -> Any:
-        return _prepare(optimizer, _with_shards(params))
-
-    def add_param_group(optimizer: Any, group: Any, _add: Any = AdamW.add_param_group) -> None:
-        _add(optimizer, _with_shards([group])[0])
-
-    with patch.object(WholeParameters, "_prepare", prepare), patch.object(AdamW, "add_param_group", add_param_group):
-        yield
-
-
-def _with_shards(params: Iterable[Any]) -> list[Any]:
-    """Return parameters, named parameters or groups with shards in the places of parameters."""
-    given = [{**each, "params": _listed(each["params"])} if isinstance(each, dict) else each for each in params]
-    shards = _shards_of(each for each in tree_leaves(given) if isinstance(each, Tensor))
-    return tree_map_only(Tensor, lambda each: shards.get(each, each), given)  # type: ignore[no-any-return]
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params)
-
-
 # ---- callbacks and functions that read weights ----------------------------------------------------------------------
 
 
 def _gather_for_averages(trainer: Trainer, model: ShardLite) -> None:
-    """Let callbacks that average weights read whole weights, and write them."""
+    """Gather full weights for callbacks that average them."""
+    known = partial(_wrapped, model.module)
     for callback in trainer.callbacks:
         if isinstance(callback, StochasticWeightAveraging):
-            _gather_in(callback, "update_parameters", model, writeback=False)
-            _gather_in(callback, "transfer_weights", model)
+            gather_in(callback, "update_parameters", known)
+            gather_in(callback, "transfer_weights", known, writeback=True)
         if isinstance(callback, WeightAveraging):
             for name in ("_swap_models", "_copy_average_to_current", "on_load_checkpoint"):
-                _gather_in(callback, name, model)
+                gather_in(callback, name, known, writeback=True)
             if callback._average_model is not None:
-                _gather_in(callback._average_model, "update_parameters", model, writeback=False)
+                gather_in(callback._average_model, "update_parameters", known)
 
 
-def _gather_in(target: Any, name: str, model: ShardLite, *, writeback: bool = True) -> None:
-    """Call a method of `target` inside `model.gathered()`."""
-    vars(target).pop(name, None)
-    method = getattr(target, name)
-
-    @wraps(method)
-    def gathering(*args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if model._unwrapped else model.gathered(writeback=writeback), torch.no_grad():
-            return method(*args, **kwargs)
-
-    vars(target)[name] = gathering
-
-
-def _toggle_optimizer(original: Callable[..., None], module: LightningModule, optimizer: Any) -> None:
-    """Freeze the module's parameters of other optimizers, because freezing their shards has no effect."""
-    wrapped = _Wrapping.of(module).model
-    if wrapped is None:
+@patch(LightningModule, "toggle_optimizer", package="lightning")
+def _toggle_optimizer(original: Original, module: LightningModule, optimizer: Optimizer) -> None:
+    """Shards of other optimizers would be frozen, which has no effect on gradients."""
+    if _wrapped(module) is None:
         original(module, optimizer)
         return
-    state = {param: param.requires_grad for each in module.trainer.optimizers for param in _own_params(each, wrapped)}
-    own = set(_own_params(optimizer, wrapped))
-    for param, required in state.items():
-        param.requires_grad = required and param in own
+    state = {param: param.requires_grad for each in module.trainer.optimizers for param in _own_params(each)}
+    own = set(_own_params(optimizer))
+    for param, before in state.items():
+        param.requires_grad = before and param in own
     module._param_requires_grad_state = state
 
 
-def _untoggle_optimizer(original: Callable[..., None], module: LightningModule, optimizer: Any) -> None:
-    """Undo `_toggle_optimizer`."""
-    wrapped = _Wrapping.of(module).model
-    if wrapped is None:
+@patch(LightningModule, "untoggle_optimizer", package="lightning")
+def _untoggle_optimizer(original: Original, module: LightningModule, optimizer: Optimizer) -> None:
+    """Parameters that `toggle_optimizer` has frozen would stay frozen."""
+    if _wrapped(module) is None:
         original(module, optimizer)
         return
-    own = set(_own_params(optimizer, wrapped))
-    for param, required in module._param_requires_grad_state.items():
-        if param not in own:
-            param.requires_grad = required
+    for param in module._param_requires_grad_state.keys() - set(_own_params(optimizer)):
+        param.requires_grad = module._param_requires_grad_state[param]
     module._param_requires_grad_state = {}
 
 
-def _own_params(optimizer: Any, model: ShardLite) -> list[Tensor]:
+def _own_params(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters whose shards an optimizer holds."""
-    param_of = dict(zip(model.parameters(), model.module.parameters(), strict=True))
-    return [param_of.get(each, each) for group in optimizer.param_groups for each in group["params"]]
+    held = params_of(optimizer)
+    param_of = {shard: param for param, shard in shards_of(held).items()}
+    return [param_of.get(each, each) for each in held]
 
 
-def _shards_of(params: Iterable[Tensor]) -> dict[Tensor, Tensor]:
-    """Return the shard of each parameter of the models that `params` belong to."""
-    wanted = set(params)
-    pairs: dict[Tensor, Tensor] = {}
-    for model in list(_models):
-        if not model._unwrapped:
-            own: dict[Tensor, Tensor] = dict(zip(model.module.parameters(), model.parameters(), strict=True))
-            if wanted & own.keys() or wanted & set(own.values()):
-                pairs.update(own)
-    return pairs
-
-
-def _filter_on_optimizer(original: Callable[..., Any], optimizer: Optimizer, params: Iterable[Tensor]) -> Any:
-    """Return the shards of parameters that an optimizer does not hold. `original` would compare their values."""
+@patch(BaseFinetuning, "filter_on_optimizer", package="lightning")
+def _filter_on_optimizer(original: Original, optimizer: Optimizer, params: Iterable[Tensor]) -> Any:
+    """Optimizers would get parameters instead of shards, and those that they hold already would be added again."""
     params = list(params)
-    shards = _shards_of(params)
+    shards = shards_of(params)
     if not shards:
         return original(optimizer, params)
-    held = {param for group in optimizer.param_groups for param in group["params"]}
+    held = set(params_of(optimizer))
     return [shard for param in params if (shard := shards.get(param, param)) not in held]
 
 
-def _apply_mapping(original: Callable[..., Any], groups: list[dict[str, Any]], mapping: Mapping[Any, Any]) -> Any:
-    """Replace parameters in groups by names or, if `mapping` maps names, names by shards."""
+@patch(BaseFinetuning, "_apply_mapping_to_param_groups", package="lightning")
+def _apply_mapping(original: Original, groups: list[dict[str, Any]], mapping: Mapping[Any, Any]) -> Any:
+    """The groups of an optimizer would be restored with parameters instead of shards."""
     found = [each for each in (*mapping, *mapping.values()) if isinstance(each, Tensor)]
-    shards = _shards_of(found)
+    shards = shards_of(found)
     params = {shard: param for param, shard in shards.items()}
     groups = [{**group, "params": [params.get(each, each) for each in group["params"]]} for group in groups]
     result = original(groups, mapping)
     return [{**group, "params": [shards.get(each, each) for each in group["params"]]} for group in result]
 
 
-def _whole_grad_norm(
-    original: Callable[..., Any], module: nn.Module, norm_type: float | str, group_separator: str = "/"
-) -> Any:
-    """Return norms of whole gradients, which are gathered one after the other. `original` would see parts."""
-    params = {param: name for name, param in module.named_parameters() if param.requires_grad}
-    for model in list(_models):
-        names = {} if model._unwrapped else {param: name for name, param in model.module.named_parameters()}
-        if params.keys() & names.keys():
-            grads = {name: model.full_grad(names[param]) for param, name in params.items()}
-            return original(_Gradients(grads), norm_type, group_separator)
-    return original(module, norm_type, group_separator)
+@patch(grad_norm, package="lightning")
+def _full_grad_norm(original: Original, module: nn.Module, norm_type: float | str, group_separator: str = "/") -> Any:
+    """Each rank would log norms of its parts."""
+    model = _wrapped(module)
+    if model is None:
+        return original(module, norm_type, group_separator)
+    names = {param: name for name, param in model.module.named_parameters()}
+    own = ((name, param) for name, param in module.named_parameters() if param.requires_grad)
+    grads = {name: model.full_grad(names[param]) for name, param in own}
+    return original(_Gradients(grads), norm_type, group_separator)
 
 
 class _Gradients(nn.Module):
-    """A module of which only the gradients exist."""
+    """A stand-in for a module, for functions that read gradients only."""
 
     def __init__(self, grads: Mapping[str, Tensor | None]) -> None:
         super().__init__()
         self._grads = grads
 
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+    def named_parameters(self, *_: object, **__: object) -> Iterator[tuple[str, Any]]:
         """Yield names, and objects with a gradient."""
         for name, grad in self._grads.items():
             yield name, SimpleNamespace(grad=grad)
-
-
-# ---- patches of Lightning -------------------------------------------------------------------------------------------
-
-
-def _replace(owner: type, name: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method. `replacement` is called with the original function first."""
-    original = getattr(owner, name)
-
-    @wraps(original)
-    def method(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-    setattr(owner, name, staticmethod(method) if static else method)
-
-
-def _replace_code(function: FunctionType, replacement: Callable[..., Any]) -> None:
-    """Replace the code of `grad_norm`. Programs have imported it by name, so the name must keep its object."""
-    names = function.__globals__
-    original = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
-    names["_shardlite_grad_norm"] = partial(replacement, original)
-    function.__code__ = _code.__code__
-
-
-def _code(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
-    """Code of `grad_norm`. Its global names are those of Lightning's module."""
-    return _shardlite_grad_norm(module, norm_type, group_separator)  # type: ignore[name-defined]  # noqa: F821
-
-
-@cache
-def _patch_lightning() -> None:
-    """Change functions of Lightning, once."""
-    _replace(LightningModule, "toggle_optimizer", _toggle_optimizer)
-    _replace(LightningModule, "untoggle_optimizer", _untoggle_optimizer)
-    _replace(BaseFinetuning, "filter_on_optimizer", _filter_on_optimizer)
-    _replace(BaseFinetuning, "_apply_mapping_to_param_groups", _apply_mapping)
-    _replace_code(grad_norm, _whole_grad_norm)
 
 
 for _registry, _strategy in ((StrategyRegistry, ShardLiteStrategy), (STRATEGY_REGISTRY, ShardLiteFabricStrategy)):

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from shardlite.comm import GroupLike, agree, ranks_of
-from shardlite.errors import CheckpointError, LayoutError
-from shardlite.integrations._wrapping import replaced
-from shardlite.wrapping import set_values, values_of
+from shardlite import CheckpointError, LayoutError
+from shardlite.extend import GroupLike, agree, read_from
+from shardlite.integrations._wrapping import replaced, required
 
 PIECE = 2**22
 """Maximum number of elements that are read at a time, if the elements of a weight follow each other in the file."""
@@ -81,7 +80,7 @@ def from_pretrained(
     except Exception as error:  # other ranks wait for this rank
         problem = error
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        agree(ranks_of(group), sorted(headers), problem, what="from_pretrained", subject="files")
+        agree(group, "from_pretrained", sorted(headers), problem, subject="files")
     elif problem is not None:
         raise problem
     return result
@@ -96,12 +95,8 @@ def _from_pretrained(
             f"from_pretrained: {', '.join(sorted(refused))} cannot be used, because each rank reads its part of the "
             "weights when the model is wrapped: pass the device and the dtypes to ShardLite(device=, precision=)"
         )
-    try:
+    with required("from_pretrained", "transformers", "transformers"):
         from transformers import modeling_utils
-    except ImportError as error:
-        raise ModuleNotFoundError(
-            "from_pretrained requires transformers: pip install 'shardlite[transformers]'", name=error.name
-        ) from error
 
     def open_lazily(file: str | os.PathLike[str], *_: Any, **__: Any) -> _LazyFile:
         opened = _LazyFile(Path(file))
@@ -139,12 +134,7 @@ def read_converted(model_class: Any, folder: Path, config: Any) -> dict[str, Ten
     for name, value in model.state_dict(keep_vars=True).items():
         if name not in info["missing_keys"]:
             found.setdefault(value, name)
-    return {name: _whole(value) for value, name in found.items()}
-
-
-def _whole(value: Tensor) -> Tensor:
-    unread = values_of(value)
-    return unread.whole() if isinstance(unread, Unread) else value.detach()
+    return {name: getattr(value, "whole", value.detach)() for value, name in found.items()}
 
 
 _REFUSED = (
@@ -172,7 +162,8 @@ def _meta_parameter(unread: Unread) -> nn.Parameter:
     memory = torch.empty(unread.shape, dtype=unread.dtype, device="meta")
     param = nn.Parameter(memory, requires_grad=unread.requires_grad)
     param.__dict__.update({name: value for name, value in unread.__dict__.items() if name not in ("_read", "ranged")})
-    set_values(param, unread)
+    read_from(param, unread)
+    param.__dict__["whole"] = unread.whole
     # `deepcopy` asks the object. A copy has the values too, such as that of a module that PEFT trains.
     param.__dict__["__deepcopy__"] = lambda memo: memo.setdefault(id(param), _meta_parameter(unread))
     return param
@@ -248,15 +239,12 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
     Raises:
         CheckpointError: the file ends before.
     """
-    memory = torch.empty(numel, dtype=dtype)
-    rest = memoryview(memory.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    with path.open("rb", buffering=0) as file:
+    memory = bytearray(numel * dtype.itemsize)
+    with path.open("rb") as file:
         file.seek(offset)
-        while rest:
-            if not (count := file.readinto(rest)):
-                raise CheckpointError(f"{path} is shorter than when it was opened")
-            rest = rest[count:]
-    return memory
+        if file.readinto(memory) < len(memory):
+            raise CheckpointError(f"{path} is shorter than when it was opened")
+    return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 
 
 class Unread(Tensor):

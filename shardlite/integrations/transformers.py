@@ -17,78 +17,67 @@ import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shardlite import (
     LayoutError,
     Precision,
     ShardLite,
+    ShardWarning,
     WholeParameters,
     full_optimizer_state,
     load,
     load_optimizer_state,
     save,
 )
-from shardlite.comm import ranks_of
-from shardlite.errors import ShardWarning, some_of
-from shardlite.integrations._adapters import adapter_files, adapter_weights, read_adapter, savable
-from shardlite.integrations._wrapping import bare, check_options, check_processes, read_on_first, replaced, together
-from shardlite.integrations.pretrained import read_converted
-from shardlite.model import ModelState
-from shardlite.optimizers import probe_shards
+from shardlite.extend import install, models_of, patch, steps_shards
+from shardlite.integrations._adapters import adapter_files, adapter_weights, savable
+from shardlite.integrations._wrapping import (
+    Original,
+    bare,
+    check_options,
+    check_processes,
+    gather_in,
+    params_of,
+    read_on_first,
+    replaced,
+    required,
+    shards_of,
+    together,
+)
 
-try:
+with required(__name__, "transformers >= 5.23 and accelerate >= 1.15", "transformers"):
     import transformers.trainer
     from accelerate import Accelerator
-    from transformers import PreTrainedModel, Trainer, TrainerCallback
+    from transformers import PreTrainedModel, Trainer
     from transformers.trainer import TRAINER_STATE_NAME
-    from transformers.trainer_pt_utils import get_model_param_count
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
     from transformers.training_args import ParallelMode
 
-    from shardlite.integrations._accelerator import place, read_file, read_weights, whole_weights, wrap, wrapper_of
-except ImportError as error:
-    raise ModuleNotFoundError(
-        "shardlite.integrations.transformers requires transformers >= 5.23 and accelerate >= 1.15: "
-        "pip install 'shardlite[transformers]'",
-        name=error.name,
-    ) from error
+    from shardlite.integrations._accelerator import FOLDER, STATE, digests, read_pretrained, read_state, wrap
 
-FOLDER = "shardlite"
-"""The folder inside of a checkpoint that has the shards of the weights and of the optimizer's state."""
-
-STATE = "optimizer.pt"
-"""The file inside of a checkpoint with the whole state of the optimizer. It is empty if the checkpoint has shards."""
-
-OPTIMIZERS = frozenset(
-    {
-        *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor"),
-        *("schedule_free_adamw", "schedule_free_sgd", "schedule_free_radam"),
-        *("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"),
-    }
+OPTIMIZERS = (
+    *("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop", "adafactor", "schedule_free_adamw"),
+    *("schedule_free_sgd", "schedule_free_radam", "lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"),
 )
 """Values of `TrainingArguments(optim=...)` that are accepted. Adafactor steps whole parameters (`WholeParameters`)."""
 
 _NEEDS_MODEL = ("galore", "apollo", "lomo")
-"""Parts of values whose classes take more from `Trainer` than parameters and options."""
+"""Parts of the names of optimizers whose classes need more than parameters and options."""
 
+_OWN_ITEMS = {"average_tokens_across_devices": False}  # neither gathers counts, nor multiplies losses by the ranks
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
+_Base: Any = object
+"""Base class that a type checker knows nothing of: the mixin calls methods of `Trainer` on `self` and `super()`."""
 
-_WRAPPED: WeakKeyDictionary[nn.Module, ref[ShardLite]] = WeakKeyDictionary()
-"""Models of trainers, by their modules."""
 
-
-class ShardLiteMixin:
-    """Let a subclass of `transformers.Trainer` shard its model. Write it before the trainer's class.
+class ShardLiteMixin(_Base):  # type: ignore[misc]
+    """Mixin that makes a `transformers.Trainer` shard its model. List it before the class of the trainer.
 
     Args:
         sharding: keywords of `ShardLite`, such as `stage`, `units` and `route`, except `device`. `precision` defaults
@@ -108,28 +97,29 @@ class ShardLiteMixin:
     """
 
     sharding: Mapping[str, Any] = {}
-    """Keywords of `ShardLite` for trainers that get none."""
+    """Keywords of `ShardLite`, if the constructor gets none."""
 
     whole_optimizer_state = False
-    """Whether checkpoints have the whole optimizer state in `optimizer.pt`, as those of `Trainer`, instead of shards.
+    """Whether checkpoints contain the full optimizer state in `optimizer.pt`, as those of `Trainer`, instead of shards.
 
-    `Trainer` resumes from such a checkpoint. Rank 0 needs memory for the whole state.
+    `Trainer` can resume from such a checkpoint. Rank 0 needs memory for the full state.
     """
 
     counts_items = False
-    """Whether counts of items (tokens) travel with the gradients, by `ShardLite.count_items`.
+    """Whether to send counts of items (tokens) with the gradients, by `ShardLite.count_items`.
 
     `Trainer` gathers the counts before each step instead. Both divide gradients by the items of all ranks. If counts
     travel with the gradients, a logged loss is the mean over ranks of their own means, and the last bits of gradients
     differ from those of `Trainer`.
     """
 
+    optimizer: Any
     _built_by_trainer = False
     _items: Tensor | int | None = None  # this rank's items in the step, until the first backward of the step
     _factor: Tensor | None = None  # the same number, or 1 if it is 0
     _unloaded: str | None = None  # the folder with the weights that are loaded when the model is wrapped
 
-    def __init__(self: Any, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, sharding: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self.sharding = dict(self.sharding if sharding is None else sharding)
         check_options(f"{type(self).__name__}(sharding=...)", self.sharding)
         super().__init__(*args, **kwargs)
@@ -138,48 +128,49 @@ class ShardLiteMixin:
 
     # ---- wrapping ---------------------------------------------------------------------------------------------------
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, which unwraps `ShardLite` models too."""
         _refuse(self.args)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        install("transformers")
+        install("accelerate")
+        super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
-            raise ValueError(f"{_NAME}: the launcher enables FSDP or DeepSpeed: start the program with torchrun")
-        self.accelerator.__class__ = type("Accelerator", (_Unwrapping, type(self.accelerator)), {})
-        self.accelerator.before_backward = self._before_backward
+            raise ValueError(f"{__name__}: the launcher enables FSDP or DeepSpeed: start the program with torchrun")
+        run_backward = self.accelerator.backward
+        self.accelerator.backward = lambda loss, **kwargs: run_backward(self._before_backward(loss), **kwargs)
 
-    def _move_model_to_device(self: Any, model: nn.Module, device: torch.device) -> None:
-        """Leave the model where it is if it will be moved shard by shard."""
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do not move a model whose shards are moved when it is wrapped."""
         whole = self.sharding.get("stage", 3) < 3 or self.args.place_model_on_device
         whole = whole and not any(param.is_meta for param in model.parameters())
         if not self._shards or (whole and self._sharded_model(model) is None):
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            super()._move_model_to_device(model, device)
 
     @property
-    def _shards(self: Any) -> bool:
+    def _shards(self) -> bool:
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
-    def _sharded_model(self: Any, model: nn.Module | None = None) -> ShardLite | None:
+    def _sharded_model(self, model: nn.Module | None = None) -> ShardLite | None:
         """Return the `ShardLite` model that `model` is, or is the module of."""
         model, wrapped = self.model if model is None else model, getattr(self, "model_wrapped", None)
         known = isinstance(wrapped, ShardLite) and (model is wrapped or model is wrapped.module)
         return wrapped if known else None
 
-    def _update_auto_batch_size(self: Any, batch_size: int) -> None:
+    def _update_auto_batch_size(self, batch_size: int) -> None:
         """Keep the wrapped model: its weights are sharded already."""
         wrapped = self._sharded_model()
-        super()._update_auto_batch_size(batch_size)  # type: ignore[misc]
+        super()._update_auto_batch_size(batch_size)
         if wrapped is not None:
             self.model_wrapped = wrapped
 
-    def _wrap_model(self: Any, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         """Wrap the model. Evaluation runs the wrapped model too."""
         if not self._shards:
             check_processes(type(self).__name__, 1, on_cpus="TrainingArguments(use_cpu=True)", shards=False)
-            return super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+            return super()._wrap_model(model, training, dataloader)
         wrapped = self._sharded_model(model)
         if wrapped is None:
-            earlier = _WRAPPED.get(model, lambda: None)()
-            if earlier is not None and not earlier._unwrapped:
+            if models_of(model.parameters()):
                 raise ValueError(
                     "the model is sharded by an earlier trainer: pass what `trainer.model_wrapped.unwrap()` of that "
                     "trainer returns, or train again with that trainer"
@@ -187,10 +178,9 @@ class ShardLiteMixin:
             full = self.args.bf16_full_eval or self.args.fp16_full_eval
             if full and not self.is_in_train:  # `Trainer` converts the model for good
                 model.to(torch.bfloat16 if self.args.bf16_full_eval else torch.float16)
-            timeout = timedelta(seconds=self.args.ddp_timeout)
-            wrapped = _wrap(model, self.accelerator, {"timeout": timeout, **self.sharding})
+            options = {"timeout": timedelta(seconds=self.args.ddp_timeout), **self.sharding}
+            wrapped = _wrap(model, self.accelerator, options)
             self.model_wrapped = wrapped
-            _WRAPPED[wrapped.module] = ref(wrapped)
         if self._unloaded is not None:
             folder, self._unloaded = self._unloaded, None
             self._load_weights(wrapped, folder)
@@ -200,7 +190,7 @@ class ShardLiteMixin:
             self._hand_shards(wrapped)
         return wrapped
 
-    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train as `Trainer.train` does. `resume_from_checkpoint=True` passes over unfinished checkpoints.
 
         Raises:
@@ -215,134 +205,121 @@ class ShardLiteMixin:
         settings = self.args.accelerator_config.gradient_accumulation_kwargs or {}
         if self._shards and self.counts_items and settings.get("sync_each_batch"):
             raise ValueError(
-                "sync_each_batch=True reduces each batch, but counts_items=True counts the items of a whole step: set "
-                "one of them to False"
+                "sync_each_batch=True reduces each batch, counts_items=True counts whole steps: disable one"
             )
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _last_finished(Path(self.args.output_dir)) or True
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
             self.is_in_train = False  # also after an error
 
     # ---- counts of items --------------------------------------------------------------------------------------------
 
-    def get_batch_samples(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Read the batches of a step. If counts travel with the gradients, count this rank's items only."""
         self._items = self._factor = None
         if not (self.counts_items and self._shards):
-            return super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        with _own_items(self.args):
-            batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+            return super().get_batch_samples(*args, **kwargs)
+        with replaced(self.args, **_OWN_ITEMS):
+            batches, items = super().get_batch_samples(*args, **kwargs)
         if items is not None:
             self._items, self._factor = items, torch.as_tensor(items).clamp(min=1)
         return batches, self._factor
 
-    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as the trainer does. It is a mean over this rank's items, if `counts_items` is set."""
-        with _own_items(self.args) if self.counts_items and self._shards and self.model.training else nullcontext():
-            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        counts = self.counts_items and self._shards and self.model.training
+        with replaced(self.args, **_OWN_ITEMS) if counts else nullcontext():
+            return super().compute_loss(*args, **kwargs)
 
-    def _before_backward(self: Any, loss: Tensor) -> Tensor:
+    def _before_backward(self, loss: Tensor) -> Tensor:
         """Return the loss that is differentiated: the sum over items, if counts travel with the gradients."""
         wrapped = self._sharded_model()
         if not self.counts_items or wrapped is None or self._factor is None:
             return loss
         wrapped.count_items(0 if self._items is None else self._items)  # of the whole step, at its first backward
         self._items = None
-        scaled: Tensor = loss * self._factor
-        return scaled
+        return loss * self._factor
 
     # ---- optimizer --------------------------------------------------------------------------------------------------
 
-    def create_optimizer(self: Any, model: nn.Module | None = None) -> Optimizer:
-        """Create the optimizer from the unsharded parameters. It gets shards when the model is wrapped."""
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Create the optimizer from the module's parameters. It gets shards when the model is wrapped."""
         if self.optimizer is None and self._shards:
             name = str(getattr(self.args.optim, "value", self.args.optim))
             if self.optimizer_cls_and_kwargs is None and name not in OPTIMIZERS:
-                instead = (
-                    ", or pass optimizer_cls_and_kwargs=(the class, its options), which is checked before it steps"
-                )
+                instead = ", or pass optimizer_cls_and_kwargs=(the class, its options), which is checked"
                 raise ValueError(
                     f"optim={name!r} was not tried with sharded weights: use one of {sorted(OPTIMIZERS)}"
                     f"{'' if any(each in name for each in _NEEDS_MODEL) else instead}"
                 )
             self._built_by_trainer = True
-        return super().create_optimizer(model)  # type: ignore[misc,no-any-return]
+        return super().create_optimizer(model)
 
-    def _hand_shards(self: Any, wrapped: ShardLite) -> None:
+    def _hand_shards(self, wrapped: ShardLite) -> None:
         """Replace parameters by shards in the optimizer. One that needs whole parameters is built anew."""
         optimizer = bare(self.optimizer)
-        shards = dict(zip(wrapped.module.parameters(), wrapped.parameters(), strict=True))
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        if not {*shards, *shards.values()} & {*held}:
-            raise LayoutError(f"{type(optimizer).__name__} holds no parameter of the trainer's model")
-        if not any(shards.get(param, param) is not param for param in held):
+        name, held = type(optimizer).__name__, params_of(optimizer)
+        if wrapped not in models_of(held):
+            raise LayoutError(f"{name} holds no parameter of the trainer's model")
+        if shards_of(held).keys().isdisjoint(held):
             return
-        if probe_shards(optimizer).same:
+        if steps_shards(optimizer):
             wrapped.adopt(optimizer)
             return
-        name = type(optimizer).__name__
         if not self._built_by_trainer:
             raise LayoutError(
                 f"optimizers=({name}, ...): {name} needs whole parameters: pass optimizer_cls_and_kwargs=({name}, its "
                 "options), so that the trainer builds it from the sharded model"
             )
-        groups = [
-            {**group, "params": [shards.get(param, param) for param in group["params"]]}
-            for group in optimizer.param_groups
-            if group["params"]
-        ]
+        groups = [group for group in optimizer.param_groups if group["params"]]
         _, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
         self.optimizer = WholeParameters(groups, type(optimizer), **options)
 
-    def add_callback(self: Any, callback: Any) -> None:
-        """Add a callback. TRL's `SyncRefModelCallback` gets whole weights."""
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. TRL's `SyncRefModelCallback` gets full weights."""
+        super().add_callback(callback)
         if type(callback).__name__ == "SyncRefModelCallback":
-            callback = _Gathering(self, callback)
-        super().add_callback(callback)  # type: ignore[misc]
+            gather_in(callback, "sync_target_model", self._sharded_model)
 
-    def _summon_full_params(self: Any, model: nn.Module, **_: Any) -> AbstractContextManager[Any]:
+    def _summon_full_params(self, model: nn.Module, **_: object) -> AbstractContextManager[None]:
         """Gather all weights while TRL generates, if its arguments have `ds3_gather_for_generation` (the default)."""
-        wrapped = self._sharded_model(model)
-        if wrapped is None or not getattr(self.args, "ds3_gather_for_generation", True):
-            return nullcontext()
-        gathered: AbstractContextManager[Any] = wrapped.gathered(writeback=False)
-        return gathered
+        wrapped = self._sharded_model(model) if getattr(self.args, "ds3_gather_for_generation", True) else None
+        return nullcontext() if wrapped is None else wrapped.gathered(writeback=False)
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint, in place of one that an earlier run has left in the same folder."""
         if self._sharded_model() is not None and self.args.should_save:
             folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # without it, an unfinished checkpoint is not resumed
             (folder / STATE).unlink(missing_ok=True)
             shutil.rmtree(folder / FOLDER, ignore_errors=True)
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        super()._save_checkpoint(model, trial)
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save whole weights in a folder that `from_pretrained` reads. Collective."""
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save full weights in a folder that `from_pretrained` reads. Collective."""
         wrapped = self._sharded_model()
         if wrapped is None and self._shards and any(param.is_meta for param in self.model.parameters()):
             wrapped = self._wrap_model(self.model, training=False)  # which reads the weights
         if wrapped is None:
-            super()._save(output_dir, state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict)
             return
         if state_dict is None:
             rank = None if self.args.save_on_each_node else 0
-            state_dict = adapter_weights(wrapped, rank)  # without the frozen base
-            if state_dict is None:
-                state_dict = wrapped.full_state_dict(rank=rank)
-        save_files = super()._save  # type: ignore[misc]
+            adapters = adapter_weights(wrapped, rank)  # without the frozen base
+            state_dict = wrapped.full_state_dict(rank=rank) if adapters is None else adapters
+        save_files = super()._save
         with savable(wrapped, state_dict):  # a trainer of the program may leave `state_dict` unread
             together(wrapped, "save the model", lambda: self.args.should_save and save_files(output_dir, state_dict))
 
-    def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
-        """Save the shards, or the whole state on rank 0."""
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the shards, or the full state on rank 0."""
         wrapped = self._sharded_model()
         if wrapped is None:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
             return
         optimizer, folder = bare(self.optimizer), Path(output_dir)
         if self.whole_optimizer_state:
@@ -350,16 +327,16 @@ class ShardLiteMixin:
         else:
             save(folder / FOLDER, wrapped, optimizer)
             # Without this file, `Trainer` would resume with a new state, and say nothing.
-            state = {"state": {}, "param_groups": [], "weights": _digests(folder) if self.args.should_save else {}}
+            state = {"state": {}, "param_groups": [], "weights": digests(folder) if self.args.should_save else {}}
         if self.args.should_save:
             torch.save(state, folder / STATE)
             torch.save(self.lr_scheduler.state_dict(), folder / "scheduler.pt")
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load weights, or remember to load them when the model is wrapped."""
         wrapped = self._sharded_model(model)
         if not self._shards:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif self.is_in_train and Path(resume_from_checkpoint, FOLDER).exists():
             return  # they are loaded with the optimizer's state
         elif wrapped is None:
@@ -367,16 +344,16 @@ class ShardLiteMixin:
         else:
             self._load_weights(wrapped, resume_from_checkpoint)
 
-    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the shards, at any number of ranks, or the state that `Trainer` has saved."""
         wrapped = self._sharded_model()
         if checkpoint is not None and wrapped is None and Path(checkpoint, FOLDER).exists():
             raise LayoutError(f"{checkpoint} has the optimizer's state in shards: start the program with torchrun")
         if checkpoint is None or wrapped is None:
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            super()._load_optimizer_and_scheduler(checkpoint)
             return
         folder, optimizer = Path(checkpoint), bare(self.optimizer)
-        state = read_on_first(wrapped, f"load {folder / STATE}", lambda: _read_state(folder))
+        state = read_on_first(wrapped, f"load {folder / STATE}", lambda: read_state(folder))
         if (folder / FOLDER).exists():
             load(folder / FOLDER, wrapped, optimizer)
         elif (folder / STATE).exists():
@@ -385,22 +362,21 @@ class ShardLiteMixin:
         if scheduler.exists():
             self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
-    def _load_best_model(self: Any) -> None:
+    def _load_best_model(self) -> None:
         """Load the best weights into the shards."""
         wrapped = self._sharded_model()
         if wrapped is None:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
         else:
             self._load_weights(wrapped, self.state.best_model_checkpoint)
 
-    def _load_weights(self: Any, wrapped: ShardLite, folder: str) -> None:
+    def _load_weights(self, wrapped: ShardLite, folder: str) -> None:
         """Load the weights of a checkpoint: its shards, or what `save_pretrained` has written. Collective."""
-        shards = Path(folder, FOLDER)
-        if shards.exists():
-            read_on_first(wrapped, f"load {folder}", lambda: _read_state(Path(folder)))
-            load(shards, wrapped)
+        if Path(folder, FOLDER).exists():
+            read_on_first(wrapped, f"load {folder}", lambda: read_state(Path(folder)))
+            load(Path(folder, FOLDER), wrapped)
             return
-        state = read_on_first(wrapped, f"load {folder}", lambda: _read(Path(folder), wrapped))
+        state = read_on_first(wrapped, f"load {folder}", lambda: read_pretrained(Path(folder), wrapped))
         result = wrapped.load_full_state_dict(state, strict=False)
         if not adapter_files(wrapped, Path(folder)):
             self._issue_warnings_after_load(result)
@@ -415,66 +391,21 @@ class ShardLiteTrainer(ShardLiteMixin, Trainer):  # type: ignore[misc]
     """
 
 
-class _Unwrapping:
-    """Mixin that makes an `Accelerator` unwrap `ShardLite` models as it unwraps DDP's."""
-
-    def unwrap_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the module of a `ShardLite` model. Trainers choose the loss, and what they save, by its class."""
-        inner = model.module if isinstance(model, ShardLite) else model
-        return super().unwrap_model(inner, *args, **kwargs)  # type: ignore[misc,no-any-return]
-
-    def get_state_dict(self: Any, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return whole weights on rank 0. Collective."""
-        wrapped = wrapper_of(self, model)
-        if wrapped is None:
-            return super().get_state_dict(model, unwrap)  # type: ignore[misc]
-        return whole_weights(self, wrapped)
-
-    def backward(self: Any, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of a loss of the trainer."""
-        super().backward(self.before_backward(loss), **kwargs)  # type: ignore[misc]
-
-    def prepare_optimizer(self: Any, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
-        """Give shards to an optimizer, and leave their state where it is."""
-        return super().prepare_optimizer(optimizer, place(self, optimizer, device_placement))  # type: ignore[misc]
-
-
-class _Gathering(TrainerCallback):  # type: ignore[misc]
-    """TRL's `SyncRefModelCallback` with whole weights, which it reads on every rank."""
-
-    def __init__(self, trainer: Any, callback: Any) -> None:
-        self.trainer, self.callback = trainer, callback
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Gather the weights in the steps in which the callback reads them."""
-        wrapped = self.trainer._sharded_model()
-        due = wrapped is not None and state.global_step % args.ref_model_sync_steps == 0
-        with wrapped.gathered(writeback=False) if due else nullcontext():
-            return self.callback.on_step_end(args, state, control, **kwargs)
-
-
-def _own_items(args: Any) -> AbstractContextManager[None]:
-    """Let a trainer neither gather counts of items, nor multiply losses by the number of ranks."""
-    return replaced(args, average_tokens_across_devices=False)
-
-
 def _refuse(args: Any) -> None:
     """Raise `ValueError` for arguments that would shard the model too."""
     for name in ("fsdp", "deepspeed", "parallelism_config"):
         if getattr(args, name, None):
-            raise ValueError(f"{_NAME}: {name} would shard the model too: remove it from the arguments")
+            raise ValueError(f"{__name__}: {name} would shard the model too: remove it from the arguments")
     if args.n_gpu > 1:
-        raise ValueError(f"{_NAME}: one process uses {args.n_gpu} GPUs: start a process for each with torchrun")
-
-
-_NAME = "shardlite.integrations.transformers"
+        raise ValueError(f"{__name__}: one process uses {args.n_gpu} GPUs: start a process for each with torchrun")
 
 
 def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any]) -> ShardLite:
-    sizes = [accelerator.num_processes if each is None else each.size() for each in ranks_of(sharding.get("group")).all]
-    if prod(sizes) != accelerator.num_processes:
+    group: Any = sharding.get("group")
+    size = group.size() if hasattr(group, "size") else accelerator.num_processes
+    if size != accelerator.num_processes:
         raise ValueError(
-            f"sharding: group has {prod(sizes)} of {accelerator.num_processes} ranks, and others would train models "
+            f"sharding: group has {size} of {accelerator.num_processes} ranks, and others would train models "
             "of their own: pass a mesh (replicate, shard) of all ranks"
         )
     options = {"precision": Precision(compute=_COMPUTE.get(accelerator.mixed_precision)), **sharding}
@@ -484,47 +415,6 @@ def _wrap(model: nn.Module, accelerator: Accelerator, sharding: Mapping[str, Any
             if isinstance(module, PreTrainedModel):
                 module._is_fsdp_managed_module = True  # `generate` runs equally often on all ranks
     return wrapped
-
-
-def _read(folder: Path, model: ShardLite) -> dict[str, Tensor]:
-    """Return the tensors that `save_pretrained` has written, by the names in the model.
-
-    Raises:
-        LayoutError: names do not match the model.
-    """
-    files = adapter_files(model, folder)
-    if files:
-        found = [read_adapter(model, adapter, read_file(file), file) for adapter, file in files.items()]
-        return {name: value for each in found for name, value in each.items()}
-    saved = read_weights(folder)
-    known = ModelState(model).full.entries().keys()
-    if saved.keys() - known and isinstance(model.module, PreTrainedModel):  # such as the experts of Mixtral
-        saved = read_converted(type(model.module), folder, model.module.config)
-    if unknown := sorted(saved.keys() - known):
-        raise LayoutError(f"{folder} has weights that this model lacks: {some_of(unknown)}")
-    return saved
-
-
-def _read_state(folder: Path) -> Any:
-    """Return the whole state of the optimizer in a checkpoint, which is empty if the checkpoint has shards.
-
-    Raises:
-        LayoutError: different runs have written the shards and other files of the checkpoint.
-    """
-    shards, file = folder / FOLDER, folder / STATE
-    state = read_file(file) if file.exists() else {"state": {}}
-    if shards.exists() and state["state"]:
-        raise LayoutError(
-            f"{file} and {shards} both have the state of the optimizer, from different runs: delete the older one"
-        )
-    saved = state.get("weights", {}) if shards.exists() else {}
-    now = _digests(folder)
-    if changed := sorted(name for name, digest in saved.items() if now.get(name, digest) != digest):
-        raise LayoutError(
-            f"{shards} has other weights than {some_of(changed)} beside it, which was written later: delete {shards} "
-            f"and {file} to load the files, or the files to load the shards"
-        )
-    return state
 
 
 def _last_finished(folder: Path) -> str | None:
@@ -538,27 +428,10 @@ def _last_finished(folder: Path) -> str | None:
     return None
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    """Return a digest of the size and a sample of the bytes of each file with weights in a folder, by its name."""
-    found = {}
-    for path in {*folder.rglob("*model*.safetensors"), *folder.rglob("*model*.bin")}:
-        size = path.stat().st_size
-        digest = sha256(str(size).encode())
-        with path.open("rb") as file:
-            for start in range(0, size, max(size // 256, 2**14)):
-                file.seek(start)
-                digest.update(file.read(2**14))
-        found[str(path.relative_to(folder))] = digest.hexdigest()
-    return found
-
-
-def _whole_param_count(model: nn.Module, trainable_only: bool = False) -> int:
-    """Count whole parameters. `Trainer` logs the number for the wrapped model, whose parameters are shards."""
-    inner = model.module if isinstance(model, ShardLite) else model
-    return int(get_model_param_count(inner, trainable_only))
-
-
-transformers.trainer.get_model_param_count = _whole_param_count  # imported there by name; plain models count as before
+@patch(transformers.trainer, "get_model_param_count", package="transformers")
+def _full_param_count(original: Original, model: nn.Module, trainable_only: bool = False) -> int:
+    """Trainer would log the number of elements of one rank."""
+    return int(original(model.module if isinstance(model, ShardLite) else model, trainable_only))
 
 
 HOOKS = (
@@ -571,6 +444,6 @@ HOOKS = (
 
 if _lacking := [name for name in HOOKS if not hasattr(Trainer, name)]:
     raise ImportError(
-        f"shardlite.integrations.transformers: Trainer of transformers {transformers.__version__} lacks {_lacking}, so "
+        f"{__name__}: Trainer of transformers {transformers.__version__} lacks {_lacking}, so "
         "models would not be sharded: install a version that was tried, such as 5.23"
     )

@@ -391,17 +391,12 @@ def _check_params(group: Group, moments: str) -> None:
     """Check that the parameters of a group can be stepped.
 
     Raises:
-        ValueError: a parameter is a placeholder, or has an unsupported dtype.
+        ValueError: a parameter has an unsupported dtype.
     """
     for index, param in enumerate(group["params"]):
         if not param.requires_grad:
             continue
         which = f"parameter {group.get('param_names', range(index + 1))[index]} of the group"
-        if param.numel() > 1 and not any(param.stride()):
-            raise ValueError(
-                f"AdamW: {which} is a placeholder in a wrapped model: build the optimizer from parameters() of the "
-                "ShardLite model"
-            )
         if param.dtype.to_real() not in _DTYPES:
             raise ValueError(f"AdamW: {which} must be of a floating dtype, got {param.dtype}")
         is_narrow = param.dtype != torch.float32 and ShardInfo.of(param).low is None

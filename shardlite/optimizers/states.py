@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
-from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of, patch, replace_method
+from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of
 from shardlite.errors import LayoutError
 from shardlite.optim import AdamW, create_states, decoders, load_entries
 from shardlite.optimizers.param_groups import match_groups, names_in, plain_name, same_names
 from shardlite.params import ShardTensor
+from shardlite.patches import change, replace_function
 
 if TYPE_CHECKING:
     from shardlite.optimizers.members import Member
@@ -339,13 +340,13 @@ def _latest_step(state_dict: Mapping[str, Any]) -> int:
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
 
 
-@patch("`torch.optim.Optimizer.state_dict`", "none")
+@change("`torch.optim.Optimizer.state_dict`")
 def _() -> None:
-    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
-    replace_method(Optimizer, "state_dict", state_of_shards)
+    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were full."""
+    replace_function(Optimizer, "state_dict", state_of_shards)
 
 
-@patch("`torch.optim.Optimizer.load_state_dict`", "none")
+@change("`torch.optim.Optimizer.load_state_dict`")
 def _() -> None:
     """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
-    replace_method(Optimizer, "load_state_dict", load_state_of_shards)
+    replace_function(Optimizer, "load_state_dict", load_state_of_shards)

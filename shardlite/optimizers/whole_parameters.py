@@ -51,7 +51,7 @@ class WholeParameters(WholeStateOptimizer):
 
     Args:
         params: parameters or parameter groups of a wrapped model: the result of its `parameters()` or
-            `named_parameters()`.
+            `named_parameters()`. The module's own parameters stand for their shards.
         optimizer_class: a subclass of `torch.optim.Optimizer` that treats each parameter by itself.
         elementwise: options of `shardlite.AdamW` for the parameters that are not stepped whole. These parameters form
             parameter groups of their own, and are stepped in shards. `None` steps all parameters whole. A parameter
@@ -144,6 +144,8 @@ class WholeParameters(WholeStateOptimizer):
                 "WholeParameters: none of the parameters is a shard of a wrapped model: wrap the model first, and pass "
                 "parameters() or named_parameters() of the ShardLite model"
             )
+        shards = {param: shard for model in models for param, shard in model.shards.by_param().items()}
+        groups = [each._replace(params=[(name, shards.get(p, p)) for name, p in each.params]) for each in groups]
         parts, advice = list[Part](), list[str]()
         problem = problem_in(lambda: parts.extend(self._checked(groups, models, advice)))
         kind = getattr(self.optimizer_class, "__qualname__", "no class")
@@ -163,13 +165,6 @@ class WholeParameters(WholeStateOptimizer):
         check_class(self.optimizer_class)
         check_elementwise(self._elementwise or {})
         members: dict[Tensor, Member] = {each.shard: each for model in models for each in members_of(model)}
-        for model in models:
-            unsharded = model.shards.first_unsharded(param for group in groups for _, param in group.params)
-            if unsharded is not None:
-                raise LayoutError(
-                    f"WholeParameters: {unsharded!r} is an unsharded parameter, which gets no gradient: pass "
-                    "parameters() of the ShardLite model"
-                )
         held = {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
         parts = divided(groups, self._elementwise, self._rule, members, held)
         if whole := [part for part in parts if part.whole]:

@@ -46,7 +46,6 @@ def test_wrong_arguments_are_refused_on_every_rank(group: Any) -> None:
     refused("the list of parameters is empty", [], Norms, kind=ValueError)
     refused("must have tensors, got str", ["weight"], Norms, kind=TypeError)
     refused("takes the options .* got 'momentum'", params, Norms, elementwise={"momentum": 1}, kind=TypeError)
-    refused("'0.weight' is an unsharded parameter", model.module.parameters(), Norms, kind=LayoutError)
     refused("none of the parameters is a shard", MLP([3, 3]).parameters(), Norms, kind=LayoutError)
     refused("Muon only supports 2D parameters", params, optim.Muon, kind=ValueError)
     refused("lr must be at least 0", params, Norms, elementwise={"lr": -1.0}, kind=ValueError)

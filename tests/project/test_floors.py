@@ -13,13 +13,13 @@ HOUSE = ROOT / "shardlite"
 
 # From the ground up. Rooms of one floor know nothing of each other; a file may import those that stand before it.
 FLOORS = [
-    ["errors", "config", "telemetry"],
+    ["errors", "config", "patches", "telemetry"],
     ["comm"],
     ["params"],
     ["weights", "grads", "optim"],
     ["full", "wrapping"],
     ["engine", "plan"],
-    ["optimizers", "model", "ema"],
+    ["optimizers", "model", "extend", "ema"],
     ["checkpoint"],
     ["integrations", "cli"],
     ["lab"],
@@ -71,7 +71,7 @@ def test_there_are_at_most_ten_floors_and_every_file_is_on_one():
     assert len(FLOORS) <= 10
     entries = {room_of(module) for module in MODULES} - ENTRANCES
     assert entries == set(HEIGHT)
-    assert len(entries) <= 19  # and __main__
+    assert len(entries) <= 21  # and __main__
 
 
 @pytest.mark.parametrize("path", sources(HOUSE), ids=name_of)
@@ -100,7 +100,7 @@ def test_no_string_names_a_module_of_a_higher_floor():
         for other in map(room_of, named_in_strings(path))
         if room_of(name) not in ENTRANCES and other in HEIGHT and HEIGHT[other] > HEIGHT[room_of(name)]
     }
-    assert upward <= {("shardlite.engine.patches", "checkpoint")}
+    assert not upward
 
 
 def from_other_rooms(path: Path) -> Iterator[tuple[str, str, str]]:

@@ -3,16 +3,26 @@
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import shardlite
+from shardlite import extend
 
 FROZEN = Path(__file__).with_name("public_names.txt")
 
 
 def signatures() -> Iterator[str]:
     """Yield each public name of the package, and each public member of its classes, with its parameters."""
-    for name in sorted(shardlite.__all__):
-        thing = getattr(shardlite, name)
+    yield from signatures_in(shardlite)
+    yield from (f"extend.{line}" for line in signatures_in(extend))
+
+
+def signatures_in(module: ModuleType) -> Iterator[str]:
+    for name in sorted(module.__all__):
+        thing = getattr(module, name)
+        if getattr(thing, "__module__", "").startswith(("shardlite.params", "types")):
+            yield name  # a type of arguments
+            continue
         if not inspect.isclass(thing):
             yield f"{name}{parameters(thing)}" if callable(thing) else name
             continue
