@@ -13,11 +13,11 @@ GPU_BIN := .venv-gpu/bin
 GPU_TESTS := tests/project/test_imports.py tests/kernels tests/comm tests/params tests/weights tests/grads tests/optim \
 	tests/model/test_parity.py tests/bench/test_bench_gpu.py tests/bench/test_bench_gpu_ranks.py
 
-.PHONY: help demo test test-all lint size changelog docs bench check-range gpu gpu-check clean
+.PHONY: help demo test test-all lint size changelog docs bench bench-readme check-range gpu gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 .venv/for-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -65,6 +65,9 @@ docs: .venv/for-docs  ## build the site into docs/_build; a warning is an error
 
 bench: .venv/for-test-all  ## all benches in 20 minutes; rows go to bench/results, tables are made anew
 	$(BIN)/python -m bench $(ARGS)
+
+bench-readme: .venv/for-test-all  ## the rows and the picture of README.md in ten minutes
+	$(BIN)/python -m bench.readme $(ARGS)
 
 check-range:  ## a wheel in clean environments, with the oldest and the newest Python and PyTorch of the range
 	$(PYTHON) tools/check_range.py $(ARGS)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from shardlite.lab.verify.verify import verify
     from shardlite.model import ShardLite
     from shardlite.optim import AdamW
-    from shardlite.whole import WholeParameters
+    from shardlite.optimizers import WholeParameters
 
 __all__ = [
     "AdamW",
@@ -73,7 +73,7 @@ _LATE = {
     "AdamW": "shardlite.optim",
     "EMA": "shardlite.ema",
     "ShardLite": "shardlite.model",
-    "WholeParameters": "shardlite.whole",
+    "WholeParameters": "shardlite.optimizers",
     "verify": "shardlite.lab.verify.verify",
 }
 """The module that defines each name."""

@@ -25,7 +25,6 @@ from shardlite.engine import models_with
 from shardlite.errors import some_of
 from shardlite.grads import Mode
 from shardlite.model import ModelState, ShardLite
-from shardlite.optim import probe_shards
 from shardlite.params import Flat, allocate_arenas
 from shardlite.patches import install, patch
 from shardlite.wrapping import flats_of
@@ -128,6 +127,8 @@ def steps_shards(optimizer: Optimizer) -> bool:
 
     Other optimizers need `WholeParameters`. A trial of the optimizer's class and options decides. Not collective.
     """
+    from shardlite.optimizers import probe_shards  # few programs need it
+
     return bool(probe_shards(optimizer).same)
 
 

@@ -42,9 +42,7 @@ from shardlite.engine import (
     capture,
     cast_floats,
     cast_inputs,
-    check_adoptable,
     gather_param,
-    give_shards,
     in_backward,
     install_patches,
     param_locations,
@@ -56,7 +54,8 @@ from shardlite.engine import (
 )
 from shardlite.errors import LayoutError, PhaseError, check_int, check_rank, some_of
 from shardlite.grads import Clipper, Mode, Reducer, Skips, SoloGradientFlags, SoloScale
-from shardlite.optim import accumulating, adopt
+from shardlite.optim import accumulating, living
+from shardlite.optimizers import hand_over, judge
 from shardlite.params import Flat
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import Gatherer, ResidentWeights, outside_transforms
@@ -379,7 +378,7 @@ class ShardLite(nn.Module):
             for each in tree_leaves(results):
                 if isinstance(each, Optimizer):
                     # The module has built this optimizer from its own parameters, but an optimizer must step shards.
-                    give_shards(each, self._bridge, part_of(self._units))
+                    hand_over(each, self._bridge)
             return results
 
         return call
@@ -462,18 +461,7 @@ class ShardLite(nn.Module):
             >>> model.adopt(optimizer)
         """
         self._recover()
-        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-            optimizer = inner
-        facts: list[str] = []
-        problem: Exception | None = None
-        try:
-            if not isinstance(optimizer, Optimizer):
-                raise TypeError(f"adopt: pass a torch.optim.Optimizer, got {type(optimizer).__name__}")
-            facts = check_adoptable(optimizer, self._bridge)
-        except Exception as error:
-            problem = error
-        self._agree_on_call("adopt", problem, facts, subject="optimizers")
-        give_shards(optimizer, self._bridge, part_of(self._units))
+        hand_over(optimizer, self._bridge, partial(self._agree_on_call, "adopt", subject="optimizers"))
 
     def parts(self, step: int | None = None, *, seed: int = 0) -> Iterator[int]:
         """Iterate over this rank's parts of a global batch. The model must be wrapped with `Route(order="tree")`.
@@ -1273,6 +1261,8 @@ class ShardLite(nn.Module):
             hooks=self._hooks,
             gatherer=gatherer,
             place=f"rank {context.rank} of {context.world_size} (stage {self.stage})",
+            part=part_of(units),
+            judge=judge,
         )
 
     def _install(self, plan: Plan) -> None:
@@ -1286,7 +1276,8 @@ class ShardLite(nn.Module):
             self._bridge.shards.attach(self._hooks, self._backward)
         self._backward.catch_gradients()
         register_model(self._bridge)
-        adopt(self._bridge.shards.by_param(), part_of(self._units))
+        for optimizer in living():
+            hand_over(optimizer, self._bridge)
 
     def _recover(self) -> None:
         """Clean up after an exception. Other ranks may wait for this rank in the operation that raised."""

@@ -29,7 +29,7 @@ from shardlite import Precision, ShardLite, WholeParameters
 from shardlite.lab import systems
 from shardlite.lab.systems import ADAMW, OPTIONS, Build, Floor, Trainer, flat, join, torch_adamw, whole_of_dtensor
 from shardlite.lab.workloads import Workload
-from shardlite.whole.groups import is_hidden_matrix
+from shardlite.optimizers.groups import is_hidden_matrix
 
 MUON: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
 """Options of `torch.optim.Muon`. This adjustment of the learning rate is the only one that all packages have."""

@@ -104,6 +104,12 @@ def file_name() -> str:
     return f"{re.sub(r'[^a-z0-9]+', '-', here['machine'].lower()).strip('-')}-{here['date']}.jsonl"
 
 
+def commit() -> str:
+    """Return the abbreviated commit of this checkout, with `-dirty` if tracked files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=10"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list[Row]:
     """Run the parts, add their rows to the file, and return a status row for each.
 
@@ -113,7 +119,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
         budget: time limit in seconds for all parts together.
         dry: whether to run at toy size.
     """
-    began = perf_counter()
+    began, measured = perf_counter(), commit()  # before rows change files
     ended: list[Row] = []
     for number, part in enumerate(chosen, 1):
         left = budget - (perf_counter() - began)
@@ -123,7 +129,7 @@ def run(chosen: Sequence[Part], file: Path, budget: float, *, dry: bool) -> list
         with tempfile.TemporaryDirectory() as folder:
             start = perf_counter()
             status = _run_part(part, Path(folder), left, dry=dry)
-            rows = [row | {"suite": part.name} for row in read_rows(Path(folder).rglob("*.jsonl"))]
+            rows = [row | {"suite": part.name, "commit": measured} for row in read_rows(Path(folder).rglob("*.jsonl"))]
         seconds = round(perf_counter() - start, 1)
         told = {"bench": "suite", "suite": part.name, "status": status, "seconds": seconds, "rows": len(rows)}
         ended.append({**told, "command": part.dry if dry else part.command, **machine()})

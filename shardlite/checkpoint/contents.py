@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from shardlite.engine import models_with
 from shardlite.errors import CheckpointError, check_optimizer
 from shardlite.model import ShardLite
-from shardlite.whole import WholeParameters
+from shardlite.optimizers import WholeParameters
 
 Paths = dict[str, tuple[str | int, ...]]
 """The type of a dict that has, for the name of each entry, the keys of this entry in the nested state dict."""

@@ -39,12 +39,11 @@ from shardlite.checkpoint.peers import Peers
 from shardlite.checkpoint.reading import Checkpoint
 from shardlite.checkpoint.safetensors import SafetensorsFolder, is_safetensors
 from shardlite.checkpoint.saving import wait_for_save
-from shardlite.engine import numbers_among
 from shardlite.errors import CheckpointError, check_path, lacking, some_of
 from shardlite.model import ModelState, ShardLite
 from shardlite.optim import AdamW, check_loaded
+from shardlite.optimizers import load_states, member_of, numbers_among
 from shardlite.params import ShardTensor
-from shardlite.whole import WholeParameters
 
 log = logging.getLogger("shardlite")
 
@@ -166,7 +165,7 @@ def _restore(prepare: Callable[[], _StateOnDisk | SavedSnapshot], source: str, r
         peers.agree(lambda: saved.load_weights(model), "load")
         if optimizer is not None:
             _load_groups(optimizer, saved.groups)
-            peers.agree(lambda: _load_states(optimizer, saved.states(model)), "load")
+            peers.agree(lambda: load_states(optimizer, saved.states(model)), "load")
     if state.loops is not None:
         state.loops.finished = saved.loops
     restored = peers.agree(lambda: restore(extra or {}, saved.extra), "load: extra")
@@ -183,19 +182,6 @@ def _load_groups(optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> No
     for mine, each in zip(optimizer.param_groups, saved, strict=True):
         groups.append({**mine, **each, "params": [next(numbers) for _ in mine["params"]]})
     optimizer.load_state_dict({"state": {}, "param_groups": groups})
-
-
-def _load_states(optimizer: Optimizer, states: Iterator[tuple[Tensor, dict[str, Any]]]) -> None:
-    """Replace the state of an optimizer, parameter by parameter."""
-    if isinstance(optimizer, AdamW | WholeParameters):
-        optimizer.load_entries(states)
-        return
-    groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
-    counted_on_device = {param for group in groups for param in group["params"]}
-    for param, state in states:
-        if param in counted_on_device and isinstance(step := state.get("step"), Tensor):
-            state["step"] = step.to(param.device)  # as in PyTorch
-        optimizer.state[param] = state
 
 
 class _StateOnDisk:
@@ -228,8 +214,7 @@ class _StateOnDisk:
             held = (param for group in optimizer.param_groups for param in group["params"])
             self._params = {**self._params, **dict(zip(chain.from_iterable(names), held, strict=True))}
             self._find_state(set(chain.from_iterable(names)))
-            if isinstance(optimizer, WholeParameters):
-                self._find_wholes(optimizer)
+            self._find_wholes(optimizer)
             self._check_optimizer(optimizer, names)
             self._find_numbers()
         manifest = checkpoint.manifest or {}
@@ -294,12 +279,13 @@ class _StateOnDisk:
         checkpoint.check(checkpoint.object_items(name for group in groups.values() for name in group.values()))
         self.groups = [{option: checkpoint.object(name) for option, name in groups[i].items()} for i in sorted(groups)]
 
-    def _find_wholes(self, optimizer: WholeParameters) -> None:
+    def _find_wholes(self, optimizer: Optimizer) -> None:
         """Find the parameters whose state is that of the whole parameter. Drop states that other ranks own."""
-        self._wholes = {name for name, param in self._params.items() if optimizer.holds_whole(param)}
-        others = [name for name in self._wholes & self._moments.keys() if not optimizer.owns(self._params[name])]
-        for name in others:
-            del self._moments[name]
+        for name, param in self._params.items():
+            if (member := member_of(optimizer, param)) is not None:
+                self._wholes.add(name)
+                if not member.is_mine:
+                    self._moments.pop(name, None)
 
     def _find_numbers(self) -> None:
         """Find the values that the optimizer keeps once per parameter."""

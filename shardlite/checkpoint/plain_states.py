@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from shardlite.checkpoint.state_dict_patches import uncompiled
 from shardlite.comm import agree, problem_in
-from shardlite.engine import Group, name_of_value, names_in, params_of, plain_name
+from shardlite.engine import params_of
 from shardlite.errors import LayoutError, check_optimizer, some_of
 from shardlite.model import ModelState, ShardLite
+from shardlite.optimizers import Group, WholeParameters, name_of_value, names_in, plain_name
 from shardlite.params import ShardTensor
-from shardlite.whole import WholeParameters
 
 
 def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Mapping[str, Any] | None) -> None:

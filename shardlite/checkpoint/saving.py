@@ -34,8 +34,8 @@ from shardlite.checkpoint.lease import Lease, acquire
 from shardlite.checkpoint.peers import Peers
 from shardlite.errors import CheckpointError, check_int, check_path
 from shardlite.model import ModelState, ShardLite
+from shardlite.optimizers import member_of
 from shardlite.params import ShardTensor
-from shardlite.whole import WholeParameters
 
 
 def save(
@@ -405,10 +405,10 @@ def _file_of(run: Run, peers: Peers) -> RankFile:
 
 def _owned(run: Run) -> dict[str, bool]:
     """For each parameter whose state is that of the whole parameter, return whether this rank has the state."""
-    if not isinstance(run.optimizer, WholeParameters):
+    if run.optimizer is None:
         return {}
-    optimizer, params = run.optimizer, run.model.named_parameters()
-    return {name: optimizer.owns(param) for name, param in params if optimizer.holds_whole(param)}
+    members = ((name, member_of(run.optimizer, param)) for name, param in run.model.named_parameters())
+    return {name: member.is_mine for name, member in members if member is not None}
 
 
 def _key(value: Tensor) -> Hashable:

@@ -20,13 +20,20 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map, t
 from shardlite.checkpoint.contents import pickled, unpickled
 from shardlite.comm import Context, agree
 from shardlite.comm import broadcast as broadcast_tensor
-from shardlite.engine import Group, match_groups, name_of_value, numbers_among, params_of
+from shardlite.engine import params_of
 from shardlite.errors import CheckpointError, LayoutError, some_of
 from shardlite.model import ModelState, ShardLite
-from shardlite.optim import AdamW
+from shardlite.optimizers import (
+    Group,
+    WholeParameters,
+    init_states,
+    match_groups,
+    member_of,
+    name_of_value,
+    numbers_among,
+)
 from shardlite.params import ShardTensor
 from shardlite.patches import replace_function
-from shardlite.whole import WholeParameters
 
 _State: TypeAlias = dict[str, Any]
 _Original: TypeAlias = Callable[..., Any]
@@ -39,7 +46,7 @@ def install() -> None:
 
     for name, replacement in _REPLACEMENTS.items():
         replace_function(patched, name, partial(_if_wrapped, replacement))
-    replace_function(patched, "_init_optim_state", _init_state)
+    replace_function(patched, "_init_optim_state", init_states)
 
 
 def _if_wrapped(replacement: _Original, original: _Original, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -98,18 +105,6 @@ def _iterate_model_state(_: _Original, model: ShardLite, *__: Any, **___: Any) -
     yield from ((name, shards.get(name, value)) for name, value in model.state_dict().items())
 
 
-def _init_state(original: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
-    """Initialize an optimizer's state as PyTorch does, by a step with zero gradients.
-
-    An optimizer that steps in the backward initializes its state itself. The step of whole parameters is collective,
-    but a rank that owns no parameter never has a state.
-    """
-    if isinstance(optimizer, AdamW) and optimizer.in_backward:
-        optimizer.init_state()
-    elif not (isinstance(optimizer, WholeParameters) and optimizer.has_stepped):
-        original(optimizer)
-
-
 def _get(original: _Original, model: ShardLite, *args: Any) -> _State:
     """Return shards. If `full_state_dict` is set, gather whole tensors one after the other, and return copies."""
     *others, info = args
@@ -137,18 +132,16 @@ def _add_owned(state: _State, model: ShardLite, optimizer: WholeParameters) -> N
     context = ModelState(model).context
     for original, param in model.named_parameters():
         name = uncompiled(original)
-        if not optimizer.holds_whole(param):
+        if (member := member_of(optimizer, param)) is None:
             continue
-        prefix, owner = f"state.{name}.", optimizer.owner_of(param)
+        prefix = f"state.{name}."
         flat = {key: value for key, value in state.items() if key.startswith(prefix)}
-        content = (
-            pickled(name, flat or state.get("state", {}).get(name, {})).getvalue() if optimizer.owns(param) else b""
-        )
+        content = pickled(name, flat or state.get("state", {}).get(name, {})).getvalue() if member.is_mine else b""
         lengths = context.all_gather_int(len(content), "the length of a state")
-        length = lengths[context.rank - context.transport.rank + owner]  # in this replica
+        length = lengths[context.rank - context.transport.rank + member.owner]  # in this replica
         data = torch.frombuffer(bytearray(content or bytes(length)), dtype=torch.uint8).to(context.device)
-        broadcast_tensor(data, context.inline[0], source=owner, operation=context.operation("a state", "values"))
-        if not optimizer.owns(param) and (found := unpickled(name, BytesIO(data.cpu().numpy().tobytes()))):
+        broadcast_tensor(data, context.inline[0], source=member.owner, operation=context.operation("a state", "values"))
+        if not member.is_mine and (found := unpickled(name, BytesIO(data.cpu().numpy().tobytes()))):
             if "state" in state:
                 state["state"][name] = found
             else:
@@ -264,7 +257,7 @@ def _shards_of(state_dict: _State, model: ShardLite, wholes: Sequence[WholeParam
     shards = {uncompiled(name): shard for name, shard in model.named_parameters(remove_duplicate=False)}
     state = ModelState(model)
 
-    stay = {name for name, shard in shards.items() if any(each.holds_whole(shard) for each in wholes)}
+    stay = {name for name, shard in shards.items() if any(member_of(each, shard) for each in wholes)}
 
     def part(path: Sequence[Any], value: Any, own: Any) -> Any:
         if broadcast and _is_sent(value):

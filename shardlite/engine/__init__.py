@@ -2,7 +2,7 @@
 
 In: the program's forwards, backwards and steps, and its accesses to parameters outside of them. Out: calls of the
 packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and
-`optimizer_hooks.py`. `patches.py` lists the changes in PyTorch.
+`steps.py`. `patches.py` lists the changes in PyTorch.
 """
 
 from shardlite.engine.backward import Backward, in_backward
@@ -15,24 +15,19 @@ from shardlite.engine.conversions import (
     take_inputs_as_they_are,
 )
 from shardlite.engine.full_params import NO_COPY, FullParameters
-from shardlite.engine.local_shards import Shards, gather_param
+from shardlite.engine.local_shards import ShardRange, Shards, gather_param
 from shardlite.engine.module_buffers import Buffers
 from shardlite.engine.module_hooks import NO_GRAPH, ModuleHooks, param_locations
-from shardlite.engine.optimizer_hooks import (
+from shardlite.engine.part_loop import PartLoop
+from shardlite.engine.patches import install_patches
+from shardlite.engine.steps import (
     InBackwardOptimizer,
     OptimizerBridge,
-    check_adoptable,
-    give_shards,
+    forget_models,
     models_with,
-    name_of_value,
-    numbers_among,
-    optimizer_tensors,
     params_of,
     register_model,
     unregister_model,
 )
-from shardlite.engine.param_groups import Group, match_groups, names_in, plain_name
-from shardlite.engine.part_loop import PartLoop
-from shardlite.engine.patches import install_patches
 from shardlite.engine.uneven_inputs import Batch, Join
 from shardlite.engine.weight_stream import WeightStream, pieces_of

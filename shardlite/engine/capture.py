@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from shardlite.comm import agree
-from shardlite.engine.optimizer_hooks import OptimizerBridge, models_of
+from shardlite.engine.steps import OptimizerBridge, models_of
 from shardlite.errors import LayoutError, PhaseError, ShardLiteError, ShardWarning, check_int
 from shardlite.grads import Reducer
 from shardlite.params import as_they_are, requires_grad_of

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from shardlite.engine.backward import in_backward
 from shardlite.engine.conversions import refuse_if_wrapped
-from shardlite.engine.optimizer_hooks import (
+from shardlite.engine.steps import (
     after_step,
     before_step,
     model_of_gradients,
@@ -26,7 +26,6 @@ from shardlite.engine.optimizer_hooks import (
     models_with,
     params_of,
 )
-from shardlite.engine.optimizer_states import load_state_of_shards, state_of_shards
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
 from shardlite.grads import nested_backward
@@ -178,18 +177,6 @@ def _() -> None:
     # The compiler must not trace a step into the hooks, because the hooks read placeholders.
     register_optimizer_step_pre_hook(torch._disable_dynamo(before_step))
     register_optimizer_step_post_hook(torch._disable_dynamo(after_step))
-
-
-@change("`torch.optim.Optimizer.state_dict`")
-def _() -> None:
-    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
-    replace_function(Optimizer, "state_dict", state_of_shards)
-
-
-@change("`torch.optim.Optimizer.load_state_dict`")
-def _() -> None:
-    """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
-    replace_function(Optimizer, "load_state_dict", load_state_of_shards)
 
 
 @change("`torch.optim.Optimizer.zero_grad`")

@@ -1,11 +1,11 @@
 """Warn about programs that use a shard, or its gradient, as if it were the whole parameter.
 
 A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
-`xavier_uniform_`, would silently give different results. (`optim/probe.py` checks the steps of optimizer classes.) So
-in some steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function
-calls. A call is right for a shard if PyTorch's operators that it uses are elementwise. In most
-steps these tensors have their ordinary classes, because interception costs time. A program that computes a norm or a
-mean of shards usually does so in its first steps, or in the steps that it logs, such as every 50th or every 500th.
+`xavier_uniform_`, would silently give different results. (A probe checks the steps of optimizer classes.) So in some
+steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function calls. A
+call is right for a shard if PyTorch's operators that it uses are elementwise. In most steps these tensors have their
+ordinary classes, because interception costs time. A program that computes a norm or a mean of shards usually does so in
+its first steps, or in the steps that it logs, such as every 50th or every 500th.
 """
 
 import copy

@@ -2,7 +2,7 @@
 
 `layout.py` places moments in memory (in buffers called arenas) and finds the runs. `counts.py` counts steps and
 computes the scalars of a step. With the option `in_backward`, `in_backward.py` steps each shard as soon as its gradient
-is ready. `ordinary.py` steps parameters that are not shards. This file does not know units, ranks or communication.
+is ready. `unsharded.py` steps parameters that are not shards. This file does not know units, ranks or communication.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakMethod, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from shardlite_kernels import FORMATS, Hyper
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, canonical, check_state, decoders
-from shardlite.optim.ordinary import check_ordinary, ordinary_state, step_ordinary
+from shardlite.optim.layout import OptimizerLayout, canonical, check_state
+from shardlite.optim.unsharded import check_unsharded, state_of_unsharded, step_unsharded
 from shardlite.params import ShardInfo
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
@@ -82,18 +82,18 @@ class AdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
-    decoders = staticmethod(decoders)
     _layout: OptimizerLayout | None = None  # built on first use, and rebuilt after shards have moved
     in_backward = False
     """Whether steps are taken in the backward."""
 
-    moments = "fp32"
     max_norm: float | None = None
+    """Norm to which a step clips gradients."""
+
     grad_norm: Tensor | None = None
     """Global norm [] of the gradients of the latest step, before clipping. `None` without `max_norm`."""
 
-    norm: Tensor | None = None
-    """Gradient norm [] for clipping in the next step. If the caller does not set `norm`, the step computes the norm."""
+    _moments = "fp32"
+    _norm: Tensor | None = None  # see `clip_next_step`
 
     def __init__(
         self,
@@ -115,10 +115,10 @@ class AdamW(Optimizer):
                 f"AdamW: max_norm must be above 0 and cannot be combined with in_backward, got {max_norm}: the norm of "
                 "all gradients is known only after the backward. Use max_update to bound steps in the backward"
             )
-        self.moments = state
+        self._moments = state
         self.max_norm = max_norm
         self.in_backward = in_backward
-        self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
+        self._backward_steps = InBackwardSteps(self, create_states)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_update": max_update}
         if not isinstance(params, Iterable):
             raise TypeError(f"AdamW: params must be parameters() of the ShardLite model, or groups, got {params!r}")
@@ -138,12 +138,12 @@ class AdamW(Optimizer):
         check_params("AdamW", param_group)
         super().add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1], self.moments)
+            _check_group(self.param_groups[-1], self._moments)
         except (TypeError, ValueError):
             del self.param_groups[-1]
             raise
         if self.in_backward:
-            self.backward_steps.catch(self.param_groups[-1]["params"])
+            self._backward_steps.catch(self.param_groups[-1]["params"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in the format of PyTorch's AdamW, with moments in fp32.
@@ -156,46 +156,10 @@ class AdamW(Optimizer):
         Raises:
             NonFiniteError: a step in a backward has written NaNs into the weights.
         """
-        self.check()
+        self._backward_steps.alarm.wait()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
-
-    def check(self) -> None:
-        """Check the steps that were taken in backwards so far. The host waits for a GPU.
-
-        Raises:
-            NonFiniteError: a step in a backward has written NaNs into the weights.
-        """
-        self.backward_steps.alarm.wait()
-
-    def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Load states of parameters in the format of `state_dict()`: `step`, and moments in the parameter's shape.
-
-        Each entry is copied before the next entry is requested, so a generator may create the entries one by one.
-        """
-        layout = self._current_layout()
-        slots = layout.by_id
-        for param, entry in entries:
-            check_state(param, entry)
-            self.state[param] = entry
-            if id(param) in slots:
-                layout.adopt([slots[id(param)]], self.state)
-            else:
-                self.state[param] = ordinary_state(param, entry, copy=True)
-
-    def init_state(self) -> OptimizerLayout:
-        """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
-        layout = self._current_layout()
-        layout.adopt(layout.slots, self.state)
-        for param in self._params():
-            if param.requires_grad and id(param) not in layout.by_id and not self.state.get(param):
-                self.state[param] = ordinary_state(param, {})
-        return layout
-
-    def tables(self) -> list[Tensor]:
-        """Return tensors that are not in the state: for each group of 32 elements, the row of its count and scalars."""
-        return [] if self._layout is None else [arena.rows for arena in self._layout.arenas]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this class or of PyTorch's AdamW. Convert the state to this optimizer's format.
@@ -206,20 +170,17 @@ class AdamW(Optimizer):
         Raises:
             ValueError: the groups or the shapes of moments differ from those of this optimizer.
         """
-        # PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
-        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": kept})
-        self.backward_steps.alarm = Alarm()
+        super().load_state_dict(unconverted(state_dict))
+        self._backward_steps.alarm = Alarm()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling."""
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "moments": self.moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
+        return {**state, "_moments": self._moments, "in_backward": self.in_backward, "max_norm": self.max_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded or unpickled state, and copy the states of shards into the arenas."""
-        for entry in state["state"].values():
-            entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
+        convert(state)
         check_loaded(state)
         super().__setstate__(state)
         for group in self.param_groups:
@@ -227,14 +188,10 @@ class AdamW(Optimizer):
                 group.pop(option, None)
             group.setdefault("max_update", None)
         if "in_backward" in state:  # this object is a copy, or was unpickled
-            self.backward_steps = InBackwardSteps(self, WeakMethod(self.init_state))
+            self._backward_steps = InBackwardSteps(self, create_states)
             if self.in_backward:
-                self.backward_steps.catch(self._params())
-        shards = self._current_layout().by_id
-        self._current_layout().adopt_existing(self.state)
-        for param, entry in self.state.items():
-            if isinstance(param, Tensor) and id(param) not in shards and entry:
-                self.state[param] = ordinary_state(param, entry, copy=True)
+                self._backward_steps.catch(self._params())
+        load_entries(self, [(p, entry) for p, entry in self.state.items() if isinstance(p, Tensor) and entry])
         _living[id(self)] = self
 
     @torch.no_grad()
@@ -256,16 +213,16 @@ class AdamW(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.in_backward:
-            self.backward_steps.close(self)
+            self._backward_steps.close(self)
             return loss
         layout = self._current_layout()
-        ordinary = [(group, params) for group in self.param_groups if (params := self._ordinary(group, layout))]
-        for group, params in ordinary:
-            check_ordinary(group, params, self.state)
+        unsharded = [(group, params) for group in self.param_groups if (params := self._unsharded(group, layout))]
+        for group, params in unsharded:
+            check_unsharded(group, params, self.state)
         slots = layout.active(self.state)
         # A gradient scaler sets these attributes for the step and deletes them afterwards.
         grad_scale = getattr(self, "grad_scale", None)
-        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or ordinary)))
+        amp = Amp(getattr(self, "found_inf", None), grad_scale, self._clip_factor(grad_scale, bool(slots or unsharded)))
         active: dict[StepCounts, list[int]] = {}
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
@@ -275,17 +232,17 @@ class AdamW(Optimizer):
             counts.update(elements, grad)
         for counts in active:
             counts.end_step()
-        for group, params in ordinary:
-            step_ordinary(group, params, self.state, amp)
+        for group, params in unsharded:
+            step_unsharded(group, params, self.state, amp)
         return loss
 
-    def _ordinary(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
+    def _unsharded(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
         """Return the trainable parameters of a group that have a gradient and are not shards."""
         return [p for p in group["params"] if id(p) not in layout.by_id and p.grad is not None and p.requires_grad]
 
     def _clip_factor(self, grad_scale: Tensor | None, has_gradients: bool) -> Tensor | None:
         """Return the factor [] for gradients, `min(1, max_norm / (norm + 1e-6))`, or `None` without clipping."""
-        norm, self.norm = self.norm, None
+        norm, self._norm = self._norm, None
         if self.max_norm is None or not has_gradients:
             return None
         if norm is None:  # the gradients are summed in the order of `param_groups`, as in PyTorch
@@ -296,59 +253,19 @@ class AdamW(Optimizer):
 
     # ---- layout -------------------------------------------------------------------------------------------------
 
-    def _exchange(self, shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Replace each parameter `param` of this optimizer by `shards[param]`, as described in `adopt`."""
-        params = self._params()
-        held = {param: shards[param] for param in params if shards.get(param, param) is not param}
-        if not held:
-            return
-        states: dict[Tensor, Any] = {}
-        for param, shard in held.items():
-            if self.state.get(param):
-                state = canonical(self.state[param])
-                parts = {name: value if name == "step" else part(param, value) for name, value in state.items()}
-                states[shard] = {
-                    name: value.clone() for name, value in parts.items()
-                }  # copies, so that the whole state can be freed
-                check_state(shard, states[shard])
-        for group in self.param_groups:
-            group["params"][:] = [held.get(param, param) for param in group["params"]]
-        for param in held:
-            self.state.pop(param, None)
-            self.backward_steps.release(param)
-        self.state.update(states)
-        self._layout = None
-
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
 
     def _current_layout(self) -> OptimizerLayout:
         if self._layout is None or not self._layout.fits(self.param_groups):
             for group in self.param_groups:
-                _check_params(group, self.moments)
-            self._layout = OptimizerLayout(self.param_groups, self.state, self.moments)
-            self._layout.adopt_existing(self.state)
+                _check_params(group, self._moments)
+            self._layout = OptimizerLayout(self.param_groups, self.state, self._moments)
+            self._layout.adopt([slot for slot in self._layout.slots if self.state.get(slot.param)], self.state)
         return self._layout
 
 
 # ---- all optimizers of the process ----------------------------------------------------------------------------------
-
-
-def adopt(shards: Mapping[Tensor, nn.Parameter], part: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Replace the parameters in `shards` by their shards in every `AdamW`, in the same groups and order.
-
-    The dictionaries of parameter groups remain the same objects, so schedulers keep working. A second call has no
-    effect.
-
-    Args:
-        shards: shard of each parameter.
-        part: `part(param, tensor)` returns the shard's part of an existing moment of `param`, in the shard's shape.
-
-    Raises:
-        ValueError: a part of a moment does not have the shape of its shard. The optimizer of this shard is unchanged.
-    """
-    for optimizer in _optimizers():
-        optimizer._exchange(shards, part)
 
 
 def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSteps | None:
@@ -359,7 +276,7 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
     Raises:
         LayoutError: several such optimizers hold shards of the model, or the optimizer lacks a trainable shard.
     """
-    candidates = [optimizer for optimizer in _optimizers() if optimizer.in_backward]
+    candidates = [optimizer for optimizer in living() if optimizer.in_backward]
     shards = names() if candidates else {}
     found = [optimizer for optimizer in candidates if any(param in shards for param in optimizer._params())]
     if not found:
@@ -372,19 +289,79 @@ def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSt
             "one AdamW(in_backward=True) must hold all trainable parameters of a wrapped model, because no gradients "
             f"remain after the backward: {what}. Use param groups of one optimizer"
         )
-    return found[0].backward_steps
+    return found[0]._backward_steps
 
 
-def _optimizers() -> list[AdamW]:
-    """Return a list, not an iterator, of all live optimizers: other threads may create optimizers meanwhile."""
+def living() -> list[AdamW]:
+    """Return a list, not an iterator, of all optimizers that exist: other threads may create optimizers meanwhile."""
     return [optimizer for each in _living.valuerefs() if (optimizer := each()) is not None]
+
+
+# ---- what other rooms do with an optimizer --------------------------------------------------------------------------
+
+
+def clip_next_step(optimizer: AdamW, norm: Tensor) -> None:
+    """Let the next step clip by this gradient norm []. Otherwise the step computes the norm."""
+    optimizer._norm = norm
+
+
+def tables_of(optimizer: AdamW) -> list[Tensor]:
+    """Return tensors that are not in the state: for each group of 32 elements, the row of its count and scalars."""
+    return [] if optimizer._layout is None else [arena.rows for arena in optimizer._layout.arenas]
+
+
+def release(optimizer: AdamW, params: Iterable[Tensor]) -> None:
+    """Remove the hooks from parameters that shards have replaced in the groups."""
+    optimizer._layout = None
+    for param in params:
+        optimizer._backward_steps.release(param)
+
+
+def create_states(optimizer: AdamW) -> OptimizerLayout:
+    """Create the missing states of all trainable parameters. Return the layout of the shards' states."""
+    layout = optimizer._current_layout()
+    layout.adopt(layout.slots, optimizer.state)
+    for param in optimizer._params():
+        if param.requires_grad and id(param) not in layout.by_id and not optimizer.state.get(param):
+            optimizer.state[param] = state_of_unsharded(param, {})
+    return layout
+
+
+def load_entries(optimizer: AdamW, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Load states of parameters in the format of `state_dict()`: `step`, and moments in the parameter's shape.
+
+    Each entry is copied before the next entry is requested, so a generator may create the entries one by one.
+    """
+    layout = optimizer._current_layout()
+    for param, entry in entries:
+        check_state(param, entry)
+        optimizer.state[param] = entry
+        if id(param) in layout.by_id:
+            layout.adopt([layout.by_id[id(param)]], optimizer.state)
+        else:
+            optimizer.state[param] = state_of_unsharded(param, entry, copy=True)
 
 
 @dataclass(frozen=True)
 class Unconverted:
-    """A value that PyTorch must not convert when it loads a state."""
+    """A value that PyTorch must not convert when it loads a state.
+
+    PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
+    """
 
     value: Any
+
+
+def unconverted(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer, with all values `Unconverted`."""
+    kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
+    return {**state_dict, "state": kept}
+
+
+def convert(state: dict[str, Any]) -> None:
+    """Undo `unconverted`, in place."""
+    for entry in state["state"].values():
+        entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

@@ -70,8 +70,8 @@ class _Counts:
     """Step counts of the shards on one device.
 
     Each shard is given as three integers: the index of its parameter group, the index of its parameter in the
-    optimizer, and an index in the moments' arena. The whole parameter would start at this index if the arena
-    held the whole parameter.
+    optimizer, and an index in the moments' arena. The full parameter would start at this index if the arena
+    held the full parameter.
     """
 
     def __init__(self, shards: Sequence[tuple[int, int, int]], device: torch.device) -> None:

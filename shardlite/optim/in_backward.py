@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from weakref import WeakMethod, ref
+from typing import Any
+from weakref import ref
 
 import torch
 from shardlite_kernels import State, Table, is_here
@@ -25,7 +26,7 @@ from shardlite.comm import Rows
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp
 from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
-from shardlite.optim.ordinary import check_ordinary, step_ordinary
+from shardlite.optim.unsharded import check_unsharded, step_unsharded
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
 
@@ -53,10 +54,10 @@ def accumulating(params: Iterable[Tensor]) -> Iterator[None]:
 class InBackwardSteps:
     """The in-backward steps of one optimizer."""
 
-    def __init__(self, optimizer: Optimizer, init_state: WeakMethod[Callable[[], OptimizerLayout]]) -> None:
-        """Initialize without an open step. `init_state` creates missing states and returns the optimizer's layout."""
+    def __init__(self, optimizer: Optimizer, create_states: Callable[[Any], OptimizerLayout]) -> None:
+        """Initialize without an open step. `create_states(optimizer)` returns the layout with all states."""
         self._optimizer = ref(optimizer)  # weak: hooks hold this object, and a deleted optimizer must not step
-        self._init_state = init_state
+        self._create_states = create_states
         self._layout: OptimizerLayout | None = None  # the layout of the open step
         self._handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
@@ -155,33 +156,28 @@ class InBackwardSteps:
         if not self._done.isdisjoint(params):
             self.ready()
         if self._layout is None:
-            optimizer, layout = self._optimizer(), self._current_layout()
+            optimizer = self._optimizer()
             assert optimizer is not None, "an optimizer lives while its backward runs"
+            layout = self._create_states(optimizer)
             for counts in layout.counts:
                 counts.begin_step(optimizer.param_groups, [], Amp())
             self._layout = layout
         self._done.update(params)
         return self._layout
 
-    def _current_layout(self) -> OptimizerLayout:
-        """Return the layout of the open step or, without an open step, the optimizer's layout with all states."""
-        init_state = self._init_state()
-        assert init_state is not None, "an optimizer lives while its backward runs"
-        return self._layout or init_state()
-
     @torch.no_grad()
     def _step(self, optimizer: Optimizer, param: Tensor) -> None:
         """Update `param` with its gradient, and drop the gradient."""
         assert param.grad is not None
         check_dense([param])
-        layout = self._current_layout()
+        layout = self._layout or self._create_states(optimizer)
         slot = layout.by_id.get(id(param))
         if slot is None:
             group = next(group for group in optimizer.param_groups if any(each is param for each in group["params"]))
-            check_ordinary(group, [param], optimizer.state)
+            check_unsharded(group, [param], optimizer.state)
             self._open([param])
             self.alarm.note((~param.grad.isfinite().all()).to(torch.int32))
-            step_ordinary(group, [param], optimizer.state, Amp())
+            step_unsharded(group, [param], optimizer.state, Amp())
         else:
             step = self.prepare([(param, 0)])
             step.activate(torch.ones(1, device=param.device))

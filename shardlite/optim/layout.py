@@ -84,10 +84,6 @@ class OptimizerLayout:
             if not given or not all(map(is_, map(given.get, views), views.values())):
                 slot.adopt(given, states)
 
-    def adopt_existing(self, states: dict[Tensor, Any]) -> None:
-        """Move the existing `states` of all shards into the arenas."""
-        self.adopt([slot for slot in self.slots if states.get(slot.param)], states)
-
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
         """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""
         slots = [slot for slot in self.slots if slot.param.requires_grad and slot.param.grad is not None]
@@ -355,8 +351,8 @@ def _pieces(run: _Run, given: Tensor, last_grad: Tensor, unscale: bool) -> Itera
     grad = given.contiguous()
     start, end, stop = first.start, last.end, last.stop
     begin = int(grad.storage_offset())
-    whole = stop == end or (is_padded(last_grad) and last_grad.is_contiguous())
-    body = stop if whole else start + (end - start) // ALIGN * ALIGN
+    padded = stop == end or (is_padded(last_grad) and last_grad.is_contiguous())
+    body = stop if padded else start + (end - start) // ALIGN * ALIGN
     if body > start:
         yield first.arena.slice_of(first, start, body), _flat(grad, begin, begin + body - start)
     if body < stop:

@@ -124,10 +124,10 @@ def test_steps_that_noted_nothing_count(gpu):
 def test_a_load_makes_it_forget(gpu):
     optimizer = AdamW([nn.Parameter(torch.ones(1))], in_backward=True)
     saved = optimizer.state_dict()
-    step(optimizer.backward_steps.alarm, 1)
+    step(optimizer._backward_steps.alarm, 1)
     optimizer.load_state_dict(saved)
     for _ in range(10):
-        step(optimizer.backward_steps.alarm, 0)
+        step(optimizer._backward_steps.alarm, 0)
         gpu.arrive()
     optimizer.step()
 

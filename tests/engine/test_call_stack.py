@@ -244,8 +244,8 @@ def test_a_traceback_of_a_failed_gather_is_its_story(cluster):
 # ---- a step ---------------------------------------------------------------------------------------------------------
 
 BEFORE_A_STEP = [
-    "engine/optimizer_hooks.py: before_step",  # PyTorch's hook of all optimizers
-    "engine/optimizer_hooks.py: before_step",  # of the model
+    "engine/steps.py: before_step",  # PyTorch's hook of all optimizers
+    "engine/steps.py: before_step",  # of the model
 ]
 
 TO_THE_KERNEL = ["optim/adamw.py: step", "optim/counts.py: update"]

@@ -14,8 +14,8 @@ from shardlite.lab.plan.clusters import CARDS, CLUSTERS, LinkCost, memory_of
 from shardlite.lab.plan.plan import Planner, Setting
 from shardlite.lab.plan.simulate import scaling, simulate
 from shardlite.lab.plan.source import Source, SourceError, find_source
+from shardlite.optimizers.assignment import Owned, describe
 from shardlite.plan import ACTIVATIONS, Kind
-from shardlite.whole.assignment import Owned, describe
 from tests.support.models.residual import Chain
 
 WIDTH = 16

@@ -26,7 +26,7 @@ from shardlite.lab.train.log import COLUMNS, CSVLog, open_log
 from shardlite.lab.train.optimizers import make_optimizer, optimizer_class
 from shardlite.lab.train.report import Point, Progress, StepTraffic, duration
 from shardlite.lab.train.settings import OPTIMIZERS, SIZES, GPTConfig, Settings
-from shardlite.optim import probe_shards
+from shardlite.optimizers import probe_shards
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command
 
@@ -170,7 +170,7 @@ def test_settings_reach_the_model_and_the_optimizer():
     assert not train._make_gpt(Settings()).recompute
     model = torch.nn.Linear(2, 2)
     ours = make_optimizer(model, Settings(state="int8", in_backward=True, lr=0.5))
-    assert (type(ours).__name__, ours.moments, ours.defaults["lr"]) == ("AdamW", "int8", 0.5)
+    assert (type(ours).__name__, ours._moments, ours.defaults["lr"]) == ("AdamW", "int8", 0.5)
     assert [group["weight_decay"] for group in ours.param_groups] == [0.1, 0.0]
     theirs = make_optimizer(model, Settings(optimizer="torch.AdamW"))
     assert type(theirs) is torch.optim.AdamW

@@ -194,7 +194,7 @@ def test_copies_of_plain_parameters_go_on_with_the_same_bits(how, in_backward):
     optimizer = AdamW(model.parameters(), **HYPER, state="int8", in_backward=in_backward)
     train(model, optimizer, range(3))
     twin, twin_optimizer = how((model, optimizer))
-    assert (twin_optimizer.moments, twin_optimizer.in_backward) == ("int8", in_backward)
+    assert (twin_optimizer._moments, twin_optimizer.in_backward) == ("int8", in_backward)
     before = copy.deepcopy(twin.state_dict())
     train(model, optimizer, range(3, 6))
     assert_same(list(twin.state_dict().values()), list(before.values()))
@@ -257,7 +257,7 @@ def test_a_narrow_state_goes_with_weights_in_fp32(state, dtype):
     with pytest.raises(ValueError, match="requires fp32 or split weights"):
         optimizer.add_param_group({"params": params[1:]})
     assert len(optimizer.param_groups) == 1
-    assert AdamW(params).moments == "fp32"
+    assert AdamW(params)._moments == "fp32"
 
 
 @pytest.mark.parametrize("max_update", [0, -1.0, float("nan")])

@@ -69,6 +69,13 @@ def test_python_blocks_run_on_two_ranks(cluster, tmp_path, title):
     run_script(cluster, script, warnings="default")
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_programs_import_no_laboratory(path):
+    code = "\n".join(blocks(path.read_text(), "python"))
+    assert "shardlite.lab" not in code
+    assert not re.search(r"^(from|import) bench\b", code, flags=re.MULTILINE)
+
+
 def test_writers_that_are_named_take_the_values_of_a_step():
     code = [cell.strip("`") for row in cells((ROOT / "docs" / "logging.md").read_text()) for cell in row[2:]]
     writer, run = mock.Mock(), mock.Mock()

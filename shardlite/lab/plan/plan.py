@@ -26,8 +26,8 @@ from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
 from shardlite.lab.plan.source import Source, SourceError
 from shardlite.lab.plan.trace import trace
+from shardlite.optimizers import Owned, assign, is_hidden_matrix, ranges_of
 from shardlite.plan import ACTIVATIONS, MOST_RANKS, Budget, Event, Recipe, StepTimeline, budget_of, timeline_of
-from shardlite.whole import Owned, assign, is_hidden_matrix, ranges_of
 from shardlite.wrapping import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
 
 _META = torch.device("meta")

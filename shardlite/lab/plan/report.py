@@ -8,8 +8,8 @@ from shardlite.lab.plan.clusters import Cluster
 from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.simulate import Scaling, simulate
 from shardlite.lab.table import aligned
+from shardlite.optimizers import describe
 from shardlite.plan import ACTIVATIONS
-from shardlite.whole import describe
 
 COLUMNS = {
     "weights": ("parameters",),

@@ -11,8 +11,8 @@ from shardlite import ShardLite, WholeParameters
 from shardlite.cli import main
 from shardlite.lab.plan.plan import Planner, Setting
 from shardlite.lab.plan.source import find_source
+from shardlite.optimizers.assignment import Loads, Owned, assign, describe, ranges_of
 from shardlite.params.layout import lay_out
-from shardlite.whole.assignment import Loads, Owned, assign, describe, ranges_of
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.sharded import Turn, slow, take_step
@@ -115,12 +115,12 @@ def test_bytes_of_a_step_by_formula(group: Any, kind: str) -> None:
         optimizer = sharded_muon(model.parameters()) if kind == "muon" else WholeParameters(model.parameters(), Norms)
         train(model, optimizer, 2)
         to, back = (2, 2) if kind == "muon" else (8, 4)
-        expected = sum(2 * each.nbytes_sent(group.rank(), to, back) for each in optimizer.members)
+        expected = sum(2 * each.nbytes_sent(group.rank(), to, back) for each in optimizer._members.values())
         sent = [each for unit in model.traffic().values() for name, each in unit.items() if name.endswith("owners")]
         assert sum(each.nbytes for each in sent) == expected
         if stage and group.size() == 2:
-            moved = sum(each.numel for each in optimizer.members if each.moves)
-            assert moved < sum(each.numel for each in optimizer.members) / 2  # only those that are cut
+            moved = sum(each.numel for each in optimizer._members.values() if each.moves)
+            assert moved < sum(each.numel for each in optimizer._members.values()) / 2  # only those that are cut
 
 
 @pytest.mark.parametrize("kind", ["norms", "muon"])
@@ -132,7 +132,7 @@ def test_whole_parameters_take_the_memory_of_two_units_during_a_step(group: Any,
     train(model, optimizer, 1)
     held = model.memory()["whole parameters"]
     units: dict[str, int] = {}
-    for each in optimizer.members:
+    for each in optimizer._members.values():
         if each.is_mine and each.moves:
             size = (2 if kind == "muon" else 8) * each.numel
             units[each.unit] = units.get(each.unit, 0) + -(-size // 128) * 128 + (0 if kind == "muon" else 128)
@@ -145,7 +145,7 @@ def test_states_lie_on_owners_only(group: Any) -> None:
     model = wrapped(group)
     optimizer = WholeParameters(model.parameters(), Norms)
     train(model, optimizer, 1)
-    owned = {each.name for each in optimizer.members if each.is_mine}
+    owned = {each.name for each in optimizer._members.values() if each.is_mine}
     names = {shard: name for name, shard in model.named_parameters()}
     assert {names[shard] for shard in optimizer.state} == owned
     counts = [None] * group.size()
@@ -157,7 +157,7 @@ def test_states_lie_on_owners_only(group: Any) -> None:
 def test_each_replica_has_its_owners(group: Any) -> None:
     model = wrapped(init_device_mesh("cpu", (2, 2)))
     optimizer = WholeParameters(model.parameters(), Norms)
-    assert {each.owner for each in optimizer.members} == {0, 1}
+    assert {each.owner for each in optimizer._members.values()} == {0, 1}
 
 
 def test_the_plan_names_the_owners_of_the_run(group: Any) -> None:
@@ -166,7 +166,9 @@ def test_the_plan_names_the_owners_of_the_run(group: Any) -> None:
         model = ShardLite(planner.source.make(), group=group, stage=stage)
         optimizer = WholeParameters(model.parameters(), optim.Muon, elementwise={})
         planned = planner.owners(Setting(stage=stage, world_size=group.size()))
-        assert {each.name: each.owner for each in planned} == {each.name: each.owner for each in optimizer.members}
+        assert {each.name: each.owner for each in planned} == {
+            each.name: each.owner for each in optimizer._members.values()
+        }
 
 
 def test_the_command_prints_owners(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
 from shardlite.params import as_real
 
 
-def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
+def check_unsharded(group: Group, params: Sequence[Tensor], states: Mapping[Tensor, Any]) -> None:
     """Check that `params`, which are in `group` and are not shards, can be stepped.
 
     Raises:
@@ -31,10 +31,10 @@ def check_ordinary(group: Group, params: Sequence[Tensor], states: Mapping[Tenso
         )
 
 
-def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any], amp: Amp) -> None:
+def step_unsharded(group: Group, params: list[Tensor], states: dict[Tensor, Any], amp: Amp) -> None:
     """Step `params`, which have gradients, as `torch.optim.AdamW(fused=True)` does."""
     for param in params:
-        states[param] = ordinary_state(param, states.get(param) or {})
+        states[param] = state_of_unsharded(param, states.get(param) or {})
     grads = [grad for param in params if (grad := param.grad) is not None]
     if amp.factor is not None:
         grads = [grad * amp.factor.to(grad.device) for grad in grads]
@@ -55,7 +55,7 @@ def step_ordinary(group: Group, params: list[Tensor], states: dict[Tensor, Any],
     torch.autograd.graph.increment_version(params)  # PyTorch's fused optimizers do not do this
 
 
-def ordinary_state(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
+def state_of_unsharded(param: Tensor, entry: Mapping[str, Any], *, copy: bool = False) -> dict[str, Any]:
     """Return `entry` in the format of PyTorch's fused kernel, or zeros if `entry` is empty. `param` is not a shard."""
     if not entry:
         return {"step": torch.zeros((), device=param.device), **{name: torch.zeros_like(param) for name in MOMENTS}}

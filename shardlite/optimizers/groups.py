@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.errors import check_params
-from shardlite.optim import AdamW, WholeStateOptimizer
-from shardlite.whole.members import Member, placeholder
+from shardlite.optim import AdamW
+from shardlite.optimizers.members import Member, placeholder
+from shardlite.optimizers.states import WholeStateOptimizer
 
 Group = dict[str, Any]
 Rule = Callable[[str, Sequence[int]], bool]
@@ -62,12 +62,7 @@ class Part:
 
     def placeholders(self) -> list[nn.Parameter]:
         """Return a parameter of the whole shape for each parameter. It takes the memory of one element."""
-        return [
-            nn.Parameter(torch.full((), torch.nan, dtype=param.dtype, device=param.device).expand(param.shape))
-            if member is None
-            else placeholder(member)
-            for param, member in zip(self.params, self.members, strict=True)
-        ]
+        return [*map(placeholder, self.params, self.members)]
 
     def fill(self, group: Mapping[str, Any]) -> None:
         """Add the options of a group that the class has built."""

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardlite.optim import Verdict, probe, probe_shards, probe_whole
+from shardlite.optimizers import probe
+from shardlite.optimizers.probe import Verdict, probe_shards, probe_whole
 from tests.support.twins.sharded import take_step
 
 SHAPES = ((5,), (6, 4), (2, 3, 4, 5), ())

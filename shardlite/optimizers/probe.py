@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardlite.comm import collectives_of_program
-from shardlite.optim.twins import CANNOT_BUILD, Original, communicates
+from shardlite.optimizers.twins import CANNOT_BUILD, Original, communicates
 from shardlite.params import ALIGN, round_up
 
 VECTORS = 128

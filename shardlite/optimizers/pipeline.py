@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from shardlite.comm import Context, StreamQueue, Work, exchange
+from shardlite.optimizers.members import Copies, Member, Parcel
+from shardlite.optimizers.steps import UnitStep
 from shardlite.params import as_they_are, round_up
-from shardlite.whole.members import Copies, Member, Parcel
-from shardlite.whole.steps import UnitStep
 
 _ALIGN = 128
 """Alignment of tensors in a buffer, in bytes."""

@@ -12,21 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Muon, Optimizer
 
-from shardlite.comm import Context, StreamQueue, agree
+from shardlite.comm import Context, StreamQueue, agree, problem_in
 from shardlite.engine import OptimizerBridge, models_with
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.optim import (
-    RAISES,
-    AdamW,
-    Unconverted,
-    WholeStateOptimizer,
-    canonical,
-    probe_closure,
-    probe_whole,
-    step_without_hooks,
-)
-from shardlite.whole.assignment import assign, describe
-from shardlite.whole.groups import (
+from shardlite.optim import AdamW, canonical, convert, load_entries, unconverted
+from shardlite.optimizers.assignment import assign, describe
+from shardlite.optimizers.groups import (
     Given,
     Group,
     Part,
@@ -37,10 +28,13 @@ from shardlite.whole.groups import (
     groups_in,
     options_of,
 )
-from shardlite.whole.instance import Instance, Marks, changed, marks_of
-from shardlite.whole.members import Member, members_of
-from shardlite.whole.pipeline import run
-from shardlite.whole.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
+from shardlite.optimizers.hand_over import judge_whole
+from shardlite.optimizers.instance import Instance, Marks, changed, marks_of
+from shardlite.optimizers.members import Member, members_of
+from shardlite.optimizers.pipeline import run
+from shardlite.optimizers.probe import probe_closure, step_without_hooks
+from shardlite.optimizers.states import WholeStateOptimizer
+from shardlite.optimizers.steps import ClassStep, MuonStep, UnitStep, divides_muon, stand_in, step_stand_ins
 
 
 class WholeParameters(WholeStateOptimizer):
@@ -103,30 +97,18 @@ class WholeParameters(WholeStateOptimizer):
         self._members: dict[Tensor, Member] = {}
         self._units: dict[tuple[Context, str], UnitStep] = {}
         self._ignored = Instance(self._make)
-        self._stand_ins = Instance(self._make)
+        self._stand_ins = Instance(self._make, has_states=False)
         self._adamw: AdamW | None = None
         self._queues: dict[Context, StreamQueue] = {}
         self._seen: list[Marks] = []
         """Marks of the options of each group after the latest step."""
 
-        self._is_whole: list[bool] = []
-        """For each group, whether its parameters are stepped whole."""
-
-        self._rest: list[str] = []
-        """Names of the parameters that are stepped elementwise."""
-
         self._closure_is_checked = False
-        self.has_stepped = False
-        """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
-
         self._class_defaults: dict[str, Any] = {}
-        self._adds = False  # whether `add_param_group` adds a part that was checked
-        parts, named = self._prepare(params)
-        self._adds = True
-        super().__init__([part.group(named=named) for part in parts], {})
-        self._adds = False
+        self._parts, named = self._prepare(params)  # one for each group
+        super().__init__([part.group(named=named) for part in self._parts], {})
         self.defaults = self._class_defaults
-        self._install(parts)
+        self._install(self._parts)
 
     # ---- construction -----------------------------------------------------------------------------------------------
 
@@ -139,17 +121,18 @@ class WholeParameters(WholeStateOptimizer):
         Raises:
             LayoutError, TypeError, ValueError: as for the constructor. Nothing was added.
         """
-        if self._adds:
+        if len(self.param_groups) < len(self._parts):  # the constructor adds a part that was checked
             super().add_param_group(param_group)
             return
         parts, _ = self._prepare([param_group])
         named = "param_names" in self.param_groups[0]
-        self._adds, defaults, self.defaults = True, self.defaults, {}
+        defaults, self.defaults = self.defaults, {}
         try:
             for part in parts:
                 super().add_param_group(part.group(named=named))
         finally:
-            self._adds, self.defaults = False, defaults
+            self.defaults = defaults
+        self._parts += parts
         self._install(parts)
 
     def _prepare(self, params: Any) -> tuple[list[Part], bool]:
@@ -163,20 +146,18 @@ class WholeParameters(WholeStateOptimizer):
             )
         shards = {param: shard for model in models for param, shard in model.shards.by_param().items()}
         groups = [each._replace(params=[(name, shards.get(p, p)) for name, p in each.params]) for each in groups]
-        problem: Exception | None = None
-        parts: list[Part] = []
-        try:
-            parts = self._checked(groups, models)
-        except Exception as error:  # an error of any kind must reach the other ranks
-            problem = error
+        parts, advice = list[Part](), list[str]()
+        problem = problem_in(lambda: parts.extend(self._checked(groups, models, advice)))
         kind = getattr(self.optimizer_class, "__qualname__", "no class")
         facts = [f"{getattr(self.optimizer_class, '__module__', '')}.{kind}", *(part.fact for part in parts)]
         ranks, timeout, watch = models[0].ranks, models[0].context.timeout, models[0].context.reports.watching
         agree(ranks, facts, problem, what="WholeParameters", timeout=timeout, subject="optimizers", watch=watch)
+        for each in advice:
+            warnings.warn(f"WholeParameters: {each}", ShardWarning, stacklevel=3)
         return parts, any(group.named for group in groups)
 
-    def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge]) -> list[Part]:
-        """Divide parameter groups, and fill in their options.
+    def _checked(self, groups: Sequence[Given], models: Sequence[OptimizerBridge], advice: list[str]) -> list[Part]:
+        """Divide parameter groups, and fill in their options. Add to `advice` what the program should know.
 
         Raises:
             LayoutError, TypeError, ValueError: as for the constructor.
@@ -184,26 +165,23 @@ class WholeParameters(WholeStateOptimizer):
         check_class(self.optimizer_class)
         check_elementwise(self._elementwise or {})
         members: dict[Tensor, Member] = {each.shard: each for model in models for each in members_of(model)}
-        parts = divided(groups, self._elementwise, self._rule, members, self._held())
-        whole = [part for part in parts if part.whole]
-        if whole:
-            are_parts = any(model.shards.are_parts for model in models)
-            replicas = any(model.context.replicas is not None for model in models)
-            self._fill(whole, are_parts=are_parts, has_replicas=replicas)
+        held = {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
+        parts = divided(groups, self._elementwise, self._rule, members, held)
+        if whole := [part for part in parts if part.whole]:
+            prototype = self._prototype(whole)
+            self._class_defaults = prototype.defaults
+            advice += judge_whole(models, prototype)
         else:
-            warnings.warn(
-                f"WholeParameters: {self.optimizer_class.__name__} steps no parameter, because AdamW steps all: pass "
-                "whole=...",
-                ShardWarning,
-                stacklevel=4,
+            advice.append(
+                f"{self.optimizer_class.__name__} steps no parameter, because AdamW steps all: pass whole=..."
             )
         for part in parts:
             if not part.whole:
                 part.fill(AdamW([{**part.options, "params": part.params}], state=self._moments).param_groups[0])
         return parts
 
-    def _fill(self, parts: Sequence[Part], *, are_parts: bool, has_replicas: bool) -> None:
-        """Build the class on placeholders, read its defaults, and probe it."""
+    def _prototype(self, parts: Sequence[Part]) -> Optimizer:
+        """Build the class on placeholders, and fill in its options."""
         try:
             prototype = self._make([{**part.options, "params": part.placeholders()} for part in parts])
         except ValueError as error:
@@ -213,38 +191,7 @@ class WholeParameters(WholeStateOptimizer):
             raise
         for part, group in zip(parts, prototype.param_groups, strict=True):
             part.fill(group)
-        self._class_defaults = prototype.defaults
-        verdict, name = probe_whole(prototype), self.optimizer_class.__name__
-        if verdict.same is False:
-            fails = "cannot be tried" if verdict.why.startswith(RAISES) else "does not step each parameter by itself"
-            remedy = f"Use stage=0 and {name} itself, because every rank then has all parameters"
-            if not are_parts:
-                remedy = f"Every rank has all parameters, so build {name} itself from parameters() of the model"
-            raise LayoutError(f"WholeParameters: {name} {fails}: {verdict.why}. {remedy}")
-        own = prototype.state_dict().keys() - {"state", "param_groups"}
-        if own:
-            warnings.warn(
-                f"WholeParameters: state_dict() and checkpoints lack {', '.join(sorted(own))}, which {name} keeps "
-                "besides its states and groups",
-                ShardWarning,
-                stacklevel=5,
-            )
-        if verdict.draws and has_replicas:
-            raise LayoutError(
-                f"WholeParameters: {name} draws random numbers, so the weights of replicas would differ: use a group "
-                "without replicas"
-            )
-        if verdict.same is None or verdict.draws:
-            random = "it draws random numbers, which an unsharded model would draw in another order"
-            warnings.warn(
-                f"WholeParameters: steps of {name} may differ from those of an unsharded model: "
-                f"{random if verdict.draws else verdict.why}",
-                ShardWarning,
-                stacklevel=5,
-            )
-
-    def _held(self) -> set[Tensor]:
-        return {param for group in getattr(self, "param_groups", ()) for param in group["params"]}
+        return prototype
 
     # ---- members and units ------------------------------------------------------------------------------------------
 
@@ -252,23 +199,17 @@ class WholeParameters(WholeStateOptimizer):
         """Choose the owners of new parameters, and add the parameters to the steps of their units."""
         first = len(self.param_groups) - len(parts)
         for index, part in enumerate(parts, first):
-            self._is_whole.append(part.whole)
             if part.whole:
                 self._add_members(index, [each for each in part.members if each is not None])
                 pairs = zip(part.params, part.members, strict=True)
                 ignored = {param: param for param, member in pairs if member is None}
                 self._ignored.add(index, options_of(self.param_groups[index]), ignored)  # type: ignore[arg-type]
-            else:
-                self._rest += part.names
-        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
-        if rest:
+        if rest := self._elementwise_of(self.param_groups):
             self._adamw = AdamW(rest, state=self._moments)  # the groups stay the same objects
-            self._adamw.state = self.state
         self._seen += [marks_of(group) for group in self.param_groups[first:]]
-        self._held_ids = self._ids()
 
-    def _ids(self) -> list[list[int]]:
-        return [[id(param) for param in group["params"]] for group in self.param_groups]
+    def _elementwise_of(self, groups: Sequence[Group]) -> list[Group]:
+        return [group for group, part in zip(groups, self._parts, strict=True) if not part.whole]
 
     def _add_members(self, index: int, members: Sequence[Member]) -> None:
         """Add the members of one parameter group."""
@@ -288,35 +229,16 @@ class WholeParameters(WholeStateOptimizer):
         if members and not self._divides and not any(each.is_mine for each in members):
             self._stand_ins.add(index, options, {members[0].shard: stand_in(members[0])})
 
-    @property
-    def members(self) -> list[Member]:
-        """The parameters that are stepped whole, except ignored parameters."""
-        return list(self._members.values())
-
-    def holds_whole(self, param: Tensor) -> bool:
-        """Return whether the state of `param` belongs to the whole parameter. Only the owner has such a state."""
-        return param in self._members and not self._divides
-
-    def owns(self, param: Tensor) -> bool:
-        """Return whether this rank steps the parameter `param`, which is stepped whole."""
-        return self._members[param].is_mine
-
-    def owner_of(self, param: Tensor) -> int:
-        """Return the rank that steps `param`, among the ranks that shard its model."""
-        return self._members[param].owner
-
-    def owned(self) -> list[int]:
-        """Return the indices of the parameters whose whole states this rank has."""
-        params = (param for group in self.param_groups for param in group["params"])
-        return [i for i, param in enumerate(params) if self.holds_whole(param) and self.owns(param)]
+    def _member_of(self, param: Tensor) -> Member | None:
+        return None if self._divides else self._members.get(param)
 
     def __repr__(self) -> str:
         """Return the groups, the owners, and the parameters that are stepped elementwise."""
         lines = [super().__repr__(), f"{self.optimizer_class.__name__} steps whole parameters:"]
-        for context in dict.fromkeys(each.context for each in self.members):
-            lines += describe([each for each in self.members if each.context is context])
-        if self._rest:
-            lines.append(f"AdamW steps the shards of {len(self._rest)} parameters: {', '.join(self._rest)}")
+        for context in dict.fromkeys(each.context for each in self._members.values()):
+            lines += describe([each for each in self._members.values() if each.context is context])
+        if rest := [name for part in self._parts if not part.whole for name in part.names]:
+            lines.append(f"AdamW steps the shards of {len(rest)} parameters: {', '.join(rest)}")
         return "\n".join(lines)
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -341,17 +263,16 @@ class WholeParameters(WholeStateOptimizer):
         if not any(param.grad is not None for group in self.param_groups for param in group["params"]):
             return loss  # the step is skipped, for example because a gradient is not finite
         self._check_groups()
-        self.has_stepped = self.has_stepped or any(param.grad is not None for param in self._members)
+        self._has_stepped = self._has_stepped or any(param.grad is not None for param in self._members)
         changes = [changed(group, seen) for group, seen in zip(self.param_groups, self._seen, strict=True)]
         instances = list(self._instances())
         for each in instances:
             each.take_options(self.param_groups, changes)
-            if each is not self._stand_ins:
-                each.take_states(self.state)
+            each.take_states(self.state)
         self._step_all()
         for each in instances:
             each.give(self.param_groups)
-        self._link_states()
+            self.state.update(each.states())
         self._seen = [marks_of(group) for group in self.param_groups]
         return loss
 
@@ -369,41 +290,34 @@ class WholeParameters(WholeStateOptimizer):
 
     def _check_groups(self) -> None:
         """Raise if the program has changed the parameters of a group by hand."""
-        if self._ids() != self._held_ids:
+        held = [[*map(id, group["params"])] for group in self.param_groups]
+        if held != [[*map(id, part.params)] for part in self._parts]:
             raise LayoutError(
                 "WholeParameters: the parameters in param_groups were changed by hand, but their owners are fixed: add "
                 "parameters with add_param_group(), or build another WholeParameters"
             )
 
     def _step_all(self) -> None:
-        others: list[Callable[[], None]] = [
-            self._step_elementwise,
-            self._ignored.step,
-            partial(step_stand_ins, self._stand_ins),
-        ]
+        others: list[Callable[[], None]] = [self._step_elementwise, self._ignored.step]
+        others.append(partial(step_stand_ins, self._stand_ins))
         for context in dict.fromkeys(context for context, _ in self._units):
             steps = [step for (other, _), step in self._units.items() if other is context]
-            now, others = others, []
-            run(context, steps, self._queue(context), now)
+            if context not in self._queues:
+                self._queues[context] = context.queue("whole parameters")
+            run(context, steps, self._queues[context], others)
+            others = []
         for each in others:
             each()
 
-    def _step_elementwise(self) -> None:
+    def _linked_adamw(self) -> AdamW | None:
         if self._adamw is not None:
             self._adamw.state = self.state
+        return self._adamw
+
+    def _step_elementwise(self) -> None:
+        if (adamw := self._linked_adamw()) is not None:
             # The hooks of all optimizers have been called already, for the step of `WholeParameters`.
-            step_without_hooks(self._adamw)
-
-    def _link_states(self) -> None:
-        """Enter the states that instances have created into `state`."""
-        for each in self._instances():
-            if each is not self._stand_ins:
-                self.state.update(each.states())
-
-    def _queue(self, context: Context) -> StreamQueue:
-        if context not in self._queues:
-            self._queues[context] = context.queue("whole parameters")
-        return self._queues[context]
+            step_without_hooks(adamw)
 
     def _instances(self) -> Iterator[Instance]:
         yield from (step.instance for step in self._units.values() if isinstance(step, ClassStep))
@@ -419,8 +333,7 @@ class WholeParameters(WholeStateOptimizer):
             `state` and `param_groups`. The state of a whole parameter is on its owner only.
         """
         saved: dict[str, Any] = super().state_dict()
-        groups = zip(saved["param_groups"], self._is_whole, strict=True)
-        rest = {index for group, whole in groups if not whole for index in group["params"]}
+        rest = {index for group in self._elementwise_of(saved["param_groups"]) for index in group["params"]}
         decoded = {i: canonical(entry) for i, entry in saved["state"].items() if i in rest and "exp_avg" in entry}
         return {**saved, "state": saved["state"] | decoded}
 
@@ -434,44 +347,32 @@ class WholeParameters(WholeStateOptimizer):
         Raises:
             LayoutError: the state belongs to other parameters or owners. Raised on every rank; nothing was changed.
         """
-        kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": kept})
+        super().load_state_dict(unconverted(state_dict))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a loaded state."""
         self.param_groups = state["param_groups"]
         self.state.clear()
-        rest = [group for group, whole in zip(self.param_groups, self._is_whole, strict=True) if not whole]
-        if self._adamw is not None:
-            self._adamw.__setstate__({"state": {}, "param_groups": rest})  # checks and completes the options
-            self._adamw.state = self.state
-        entries = {
-            param: {name: value.value for name, value in entry.items()}
-            for param, entry in state["state"].items()
-            if isinstance(param, Tensor)
-        }
-        self.load_entries(entries.items())
+        if self._adamw is not None:  # this checks and completes the options
+            self._adamw.__setstate__({"state": {}, "param_groups": self._elementwise_of(self.param_groups)})
+        convert(state)
+        self._load_entries((param, entry) for param, entry in state["state"].items() if isinstance(param, Tensor))
 
-    def load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Replace the states of all parameters.
-
-        Args:
-            entries: parameters with their states. Where `holds_whole`, tensors have the shapes of whole parameters.
-        """
-        self.has_stepped = True
-        states: dict[Tensor, dict[str, Any]] = {}
-        stepped = {param for group in (self._adamw.param_groups if self._adamw else ()) for param in group["params"]}
+    def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        self._has_stepped = True
+        states, adamw = dict[Tensor, dict[str, Any]](), self._linked_adamw()
+        elementwise = {param for group in (adamw.param_groups if adamw else ()) for param in group["params"]}
         for param, entry in entries:
-            if param in stepped and self._adamw is not None:
-                self._adamw.load_entries([(param, entry)])
-            elif param in self._members and not self.holds_whole(param):
+            if adamw is not None and param in elementwise:
+                load_entries(adamw, [(param, entry)])
+            elif param in self._members and self._divides:
                 values = {name: v.to(param.device) if isinstance(v, Tensor) else v for name, v in entry.items()}
                 self.state[param] = values
             else:
                 states[param] = entry
         for each in self._instances():
             each.load(self.param_groups, states)
-        self._link_states()
+            self.state.update(each.states())
         self._seen = [marks_of(group) for group in self.param_groups]
 
     def __getstate__(self) -> NoReturn:

@@ -1,13 +1,10 @@
 """Optimizer steps on wrapped models: the components of a model that a step uses, and the hooks of all optimizers.
 
-An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These parameters
-have no gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises. So does
-the first step on shards of an optimizer that is not elementwise (`optim/probe.py`). A wrapped model is notified of each
-step that changes the model, and can skip the step.
+A wrapped model is notified of each step that changes the model, and can skip the step. Before the first step of an
+optimizer, the model judges it. What it judges is given from above (`shardlite.optimizers`).
 """
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,31 +12,18 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map_with_path
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm import Context, Ranks
 from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
-from shardlite.errors import LayoutError, PhaseError, ShardWarning
+from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads import Clipper, Scale, Skips, Step, StepOptions, Stepping, options_of
-from shardlite.optim import (
-    RAISES,
-    AdamW,
-    InBackwardSteps,
-    Verdict,
-    WholeStateOptimizer,
-    adopt,
-    probe_shards,
-    probe_whole,
-    steps_in_backward,
-)
+from shardlite.optim import AdamW, InBackwardSteps, clip_next_step, steps_in_backward, tables_of
 from shardlite.params import Flat
 from shardlite.weights import Gathering
-
-_NUMBERS = {"step", "mu_product", "eta", "mu"}
-"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
 
@@ -153,6 +137,12 @@ class OptimizerBridge:
     place: str
     """Description of this rank, the number of ranks and the stage, for messages."""
 
+    part: Callable[[Tensor, Tensor], Tensor]
+    """`part(param, tensor)` returns the shard's part of a tensor of `param`'s shape, in the shard's shape."""
+
+    judge: Callable[["OptimizerBridge", Optimizer], None]
+    """Raises before the first step of an optimizer that cannot step this model."""
+
     optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
     """Optimizers that have stepped the model."""
 
@@ -198,8 +188,11 @@ class OptimizerBridge:
         for shard in self.shards:
             if shard.grad is not None:
                 self.context.ledger.track("gradients", shard.grad)  # of a single rank; others are tracked already
-        for tensor in optimizer_tensors(self):
-            self.context.ledger.track("optimizer state", tensor)
+        for optimizer in self.optimizers:
+            tables = tables_of(optimizer) if isinstance(optimizer, AdamW) else []
+            for leaf in tree_leaves([*optimizer.state.values(), *tables]):
+                if isinstance(leaf, Tensor):
+                    self.context.ledger.track("optimizer state", leaf)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
@@ -232,9 +225,6 @@ class OptimizerBridge:
 _models: "WeakValueDictionary[int, OptimizerBridge]" = WeakValueDictionary()
 """The model of each shard and of each sharded parameter, by the id of the tensor. A model keeps its parameters alive,
 so their ids are not reused while the entries exist."""
-
-_adopted: WeakSet[Optimizer] = WeakSet()
-"""Optimizers that were built from unsharded parameters, so a group without parameters is no mistake."""
 
 _known: "WeakKeyDictionary[Optimizer, int]" = WeakKeyDictionary()
 """For each optimizer, the number of its parameters at the latest lookup of its models."""
@@ -269,132 +259,6 @@ def unregister_model(model: OptimizerBridge) -> None:
     _known.clear()
 
 
-def optimizer_tensors(model: OptimizerBridge) -> Iterator[Tensor]:
-    """Yield the state tensors of the optimizers that have stepped a model, and the `tables()` of an `AdamW`."""
-    for optimizer in model.optimizers:
-        tables = optimizer.tables() if isinstance(optimizer, AdamW) else []
-        leaves = tree_leaves([*optimizer.state.values(), *tables])
-        yield from (leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-def numbers_among(values: Iterable[tuple[str, int, int]]) -> set[str]:
-    """Return the names of the values that an optimizer keeps once per parameter, not once per element.
-
-    The state of a parameter with one element does not tell, but the states of larger parameters do.
-
-    Args:
-        values: for each value of a state its name, the number of elements of its parameter, and its number of elements.
-    """
-    return _NUMBERS | {name for name, of_param, of_value in values if of_param != 1 and of_value == 1}
-
-
-def numbers_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> set[str]:
-    """Return `numbers_among` the values of an optimizer, given parameters and their states."""
-    return numbers_among(
-        (name_of_value(path), param.numel(), value.numel())
-        for param, entry in states
-        for path, value in tree_flatten_with_path(dict(entry))[0]
-        if isinstance(value, Tensor)
-    )
-
-
-def name_of_value(path: Sequence[Any]) -> str:
-    """Return the name of a value in a state: keys and indices, joined by dots."""
-    return ".".join(str(getattr(step, "key", getattr(step, "idx", ""))) for step in path)
-
-
-def map_state(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
-    """Return the state of a parameter with `change(name, value)` for each value, also for values inside lists."""
-    changed: dict[str, Any] = tree_map_with_path(lambda path, value: change(name_of_value(path), value), dict(entry))
-    return changed
-
-
-def give_shards(optimizer: Optimizer, model: OptimizerBridge, part: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """In an optimizer, replace the module's own parameters by their shards, and cut their states.
-
-    Args:
-        optimizer: the optimizer. Its groups remain the same objects.
-        model: the model of the shards.
-        part: `part(param, tensor)` returns the shard's part of a state of `param`, in the shard's shape.
-
-    Raises:
-        LayoutError: a state can be neither cut nor kept. The optimizer is unchanged.
-    """
-    shards = model.shards.by_param()
-    if isinstance(optimizer, AdamW):
-        adopt(shards, part)
-    else:
-        held: list[Tensor] = []
-        states: dict[Tensor, Any] = {}
-        numbers = numbers_of(optimizer.state.items())
-        for group in optimizer.param_groups:
-            for param in (each for each in group["params"] if each in shards):
-                held.append(param)
-                if param in optimizer.state:
-                    cut = partial(_cut, type(optimizer).__name__, group, param, shards[param], part, numbers)
-                    states[shards[param]] = map_state(optimizer.state[param], cut)
-        for group in optimizer.param_groups:
-            group["params"][:] = [shards.get(param, param) for param in group["params"]]
-        for param in held:
-            optimizer.state.pop(param, None)
-        optimizer.state.update(states)
-    _adopted.add(optimizer)
-    _known.pop(optimizer, None)
-
-
-def check_adoptable(optimizer: Optimizer, model: OptimizerBridge) -> list[str]:
-    """Return a line for each unsharded parameter of a model: its index, its name, and the shapes of its state.
-
-    Raises:
-        LayoutError: the optimizer holds no parameter of the model, or cannot step its shards.
-    """
-    shards, names = model.shards.by_param(), model.shards.names()
-    held = [shards.get(param, param) for param in params_of(optimizer)]
-    if not any(shard in names for shard in held):
-        raise LayoutError(
-            f"adopt: {type(optimizer).__name__} holds no parameter of this ShardLite model: pass an optimizer that was "
-            "built from the module's parameters before wrapping"
-        )
-    _check(optimizer, model, [shard for shard in held if shard in names])
-    return [
-        f"{type(optimizer).__name__}, parameter {index}, {names[shards[param]]}: "
-        f"{_shapes(optimizer.state.get(param, {}))}"
-        for index, param in enumerate(params_of(optimizer))
-        if param in shards
-    ]
-
-
-def _shapes(state: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return sorted((key, str(getattr(value, "shape", ""))) for key, value in state.items())
-
-
-def _cut(
-    owner: str,
-    group: dict[str, Any],
-    param: Tensor,
-    shard: Tensor,
-    part: Callable[[Tensor, Tensor], Tensor],
-    numbers: Collection[str],
-    key: str,
-    value: Any,
-) -> Any:
-    """Return the part of a state of a whole parameter that belongs to its shard, on the shard's device.
-
-    The model may have moved since the optimizer was built. Numbers move as in `Optimizer.load_state_dict`.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    if value.shape == param.shape and key not in numbers:
-        dtype = shard.dtype if value.dtype == param.dtype else value.dtype  # a shard may be wider than its parameter
-        return part(param, value).to(shard.device, dtype, copy=True)  # a copy, so that the whole state can be freed
-    if value.numel() == 1:
-        return value.to(shard.device) if group.get("capturable") or group.get("fused") else value
-    raise LayoutError(
-        f"{owner}: state {key!r} of shape {tuple(value.shape)} cannot be cut to the shard of a parameter of shape "
-        f"{tuple(param.shape)}: use shardlite.WholeParameters, or stage=0"
-    )
-
-
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of an optimizer in the order of a saved state."""
     return [param for group in optimizer.param_groups for param in group["params"]]
@@ -413,10 +277,24 @@ def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _known.get(optimizer) != count:
-        vars(optimizer)["_shardlite_models"] = _find(optimizer)  # this keeps the models alive
+        params = params_of(optimizer)
+        if any(param in _unwrapped for param in params):
+            raise PhaseError(
+                f"{type(optimizer).__name__} holds shards of a ShardLite model that was unwrapped: build it from "
+                "`parameters()` of the module that unwrap() returned"
+            )
+        models = models_with(params)
+        for model in models:
+            model.judge(model, optimizer)
+        vars(optimizer)["_shardlite_models"] = models  # this keeps the models alive
         _known[optimizer] = count
-    models: list[OptimizerBridge] = vars(optimizer)["_shardlite_models"]
-    return models
+    known: list[OptimizerBridge] = vars(optimizer)["_shardlite_models"]
+    return known
+
+
+def forget_models(optimizer: Optimizer) -> None:
+    """Look the models of an optimizer up again at its next step, because its parameters were replaced."""
+    _known.pop(optimizer, None)
 
 
 def model_of_gradients(grads: Sequence[Tensor]) -> tuple[OptimizerBridge | None, set[nn.Parameter]]:
@@ -464,7 +342,7 @@ def before_step(
     for model in models:
         model.before_step(optimizer)
     if models and isinstance(optimizer, AdamW) and optimizer.max_norm is not None:
-        optimizer.norm = _norm_for(optimizer, models)
+        clip_next_step(optimizer, _norm_for(optimizer, models))
     if isinstance(optimizer, SparseAdam):
         _make_sparse(optimizer)
     return None
@@ -496,86 +374,3 @@ def _norm_for(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> Tensor
             "outside of this model: call clip_grad_norm_ of each model instead"
         )
     return models[0].clipper.norm(2.0, None if held == shards else shards & held)
-
-
-def _find(optimizer: Optimizer) -> list[OptimizerBridge]:
-    """Return the wrapped models whose parameters an optimizer holds. Raise if the optimizer cannot step a model."""
-    params = params_of(optimizer)
-    if any(param in _unwrapped for param in params):
-        raise PhaseError(
-            f"{type(optimizer).__name__} holds shards of a ShardLite model that was unwrapped: build it from "
-            "`parameters()` of the module that unwrap() returned"
-        )
-    models = models_with(params)
-    for model in models:
-        _check(optimizer, model, params)
-    empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
-    if models and empty and optimizer not in _adopted:
-        warnings.warn(
-            f"group {empty[0]} of {type(optimizer).__name__} has no parameters. Do not choose parameters by identity "
-            "(`id(p)`, `p in ...`), because `parameters()` of the ShardLite model are shards, which are other objects: "
-            "choose by name in `named_parameters()`, by `p.ndim`, or by attributes of `p`",
-            ShardWarning,
-            stacklevel=2,
-        )
-    return models
-
-
-def _check(optimizer: Optimizer, model: OptimizerBridge, params: Iterable[Tensor]) -> None:
-    """Raise if an optimizer cannot step `params`, some of which belong to a wrapped model."""
-    unsharded = model.shards.first_unsharded(params)
-    if unsharded is not None:
-        raise LayoutError(
-            f"{type(optimizer).__name__} holds the unsharded parameter {unsharded!r}, which gets no gradient: build it "
-            "from `parameters()` of the ShardLite model, after wrapping, and not from a module in or around this model "
-            "(`model.module`, `torch.compile(model)`, `nn.DataParallel(model)`), or call `model.adopt(optimizer)`"
-        )
-    if isinstance(optimizer, AdamW | WholeStateOptimizer):
-        return
-    if model.shards.are_split:
-        raise LayoutError(
-            f"{type(optimizer).__name__} would step only the upper half of split weights "
-            '(master="split24"): use shardlite.AdamW, or a master in fp32'
-        )
-    if not model.shards.are_parts_of(params):
-        return
-    if isinstance(optimizer, SparseAdam):
-        raise LayoutError(
-            "SparseAdam cannot step shards, because it steps whole rows: wrap the model with replicate=[embedding], so "
-            "that every rank steps the whole table, or use shardlite.AdamW, which needs no sparse gradients"
-        )
-    _check_elementwise(optimizer)
-
-
-def _check_elementwise(optimizer: Optimizer) -> None:
-    """Raise if an optimizer does not step shards as it would step whole parameters. Warn if this is not known.
-
-    Trial steps find this out. The error is the same on all ranks, because their optimizers have the same options.
-    """
-    name, verdict = type(optimizer).__name__, probe_shards(optimizer)
-    if verdict.same is False:
-        raise LayoutError(f"{name} cannot step shards, because {verdict.why}. {_remedy(name, probe_whole(optimizer))}")
-    if verdict.same is None:
-        warnings.warn(
-            f"{name} was not checked, because {verdict.why}. If it is not elementwise, as with a norm of each "
-            "parameter, its steps of shards differ from steps of whole parameters, which "
-            f"{_whole_parameters(name)} makes",
-            ShardWarning,
-            stacklevel=2,
-        )
-
-
-def _remedy(name: str, whole: Verdict) -> str:
-    """Return how an optimizer that cannot step shards can step whole parameters."""
-    if whole.why.startswith(RAISES):
-        return "It may require a closure, other gradients, or parameters that belong together. Use stage=0"
-    if whole.same is False:
-        return (
-            f"Neither can shardlite.WholeParameters, because {whole.why}. Use stage=0, where each rank has all whole "
-            "parameters. If only a global norm is the reason, turn it off and call clip_grad_norm_() of the model"
-        )
-    return f"Build {_whole_parameters(name)}, which steps whole parameters, or use stage=0"
-
-
-def _whole_parameters(name: str) -> str:
-    return f"shardlite.WholeParameters(model.parameters(), {name}, ...)"

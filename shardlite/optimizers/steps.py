@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardlite.whole.groups import Group
-from shardlite.whole.instance import Instance
-from shardlite.whole.members import Member, placeholder
+from shardlite.optimizers.groups import Group
+from shardlite.optimizers.instance import Instance
+from shardlite.optimizers.members import Member, placeholder
 
 
 class ClassStep:
@@ -39,7 +39,9 @@ class ClassStep:
     def add(self, index: int, options: Group, members: Sequence[Member]) -> None:
         """Add the members of a parameter group."""
         self.members += members
-        self.instance.add(index, options, {each.shard: placeholder(each) for each in members if each.is_mine})
+        self.instance.add(
+            index, options, {each.shard: placeholder(each.shard, each) for each in members if each.is_mine}
+        )
 
     def nbytes(self, member: Member) -> Sequence[tuple[torch.dtype, int]]:
         """Return dtype and bytes of the weight and of the gradient."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning, WholeParameters
-from shardlite.whole import is_hidden_matrix
+from shardlite.optimizers import is_hidden_matrix
 from tests.support.models.small import MLP
 from tests.support.twins.whole import Norms
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context
 from shardlite.engine import OptimizerBridge
+from shardlite.optimizers.assignment import Owned, ranges_of
 from shardlite.params import Flat
-from shardlite.whole.assignment import Owned, ranges_of
 
 Copies: TypeAlias = list[tuple[Tensor, Tensor]]
 """Copies within this rank: target and source."""
@@ -111,7 +111,7 @@ def members_of(model: OptimizerBridge) -> list[Member]:
     return found
 
 
-def placeholder(member: Member) -> nn.Parameter:
-    """Return a parameter of the member's shape that takes the memory of one element."""
-    nothing = torch.full((), torch.nan, dtype=member.flat.master, device=member.shard.device)
-    return nn.Parameter(nothing.expand(tuple(member.shape)), requires_grad=True)
+def placeholder(param: Tensor, member: Member | None) -> nn.Parameter:
+    """Return a parameter like the member of the shard `param`, or like `param`, with the memory of one element."""
+    dtype, shape = (param.dtype, param.shape) if member is None else (member.flat.master, tuple(member.shape))
+    return nn.Parameter(torch.full((), torch.nan, dtype=dtype, device=param.device).expand(shape))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite.optim import step_without_hooks
-from shardlite.whole.groups import Group, options_of
+from shardlite.optimizers.groups import Group, options_of
+from shardlite.optimizers.probe import step_without_hooks
 
 Marks: TypeAlias = dict[str, tuple[Any, Any]]
 """For each option of a group its value, and a mark that differs after the value was changed in place."""
@@ -31,7 +31,7 @@ def changed(group: Group, marks: Marks) -> list[str]:
     return [option for option, value in options_of(group).items() if not _is_marked(value, marks.get(option))]
 
 
-def hand_over(options: Sequence[str], source: Group, target: Group) -> None:
+def copy_options(options: Sequence[str], source: Group, target: Group) -> None:
     """Copy options from one group to another. A tensor is overwritten, because others may refer to it."""
     for option in options:
         value, there = source[option], target.get(option)
@@ -66,8 +66,9 @@ def _copied(value: Any) -> Any:
 class Instance:
     """An instance of the program's class that steps some of the parameters of `WholeParameters`."""
 
-    def __init__(self, make: Callable[[list[Group]], Optimizer]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[list[Group]], Optimizer], *, has_states: bool = True) -> None:
+        """`has_states`: whether the states are those of the parameters of `WholeParameters`."""
+        self._make, self._has_states = make, has_states
         self.optimizer: Optimizer | None = None
         """`None` as long as there are no parameters."""
 
@@ -94,7 +95,7 @@ class Instance:
     def take_options(self, groups: Sequence[Group], changes: Sequence[Sequence[str]]) -> None:
         """Take over options that the program has changed."""
         for index, group in self.groups.items():
-            hand_over(changes[index], groups[index], group)
+            copy_options(changes[index], groups[index], group)
             self._marks[index] = marks_of(group)
 
     def take_states(self, state: Mapping[Tensor, Any]) -> None:
@@ -110,11 +111,11 @@ class Instance:
     def give(self, groups: Sequence[Group]) -> None:
         """Copy the options that a step has changed, such as step counts, to the groups of `WholeParameters`."""
         for index, group in self.groups.items():
-            hand_over(changed(group, self._marks[index]), group, groups[index])
+            copy_options(changed(group, self._marks[index]), group, groups[index])
 
     def states(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each parameter that has one."""
-        if self.optimizer is None:
+        if self.optimizer is None or not self._has_states:
             return {}
         own = self.optimizer.state
         return {param: own[mine] for param, mine in self.params.items() if mine in own}

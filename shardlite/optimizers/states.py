@@ -4,30 +4,26 @@ An optimizer's state belongs to one rank's shards: moments have the shapes of sh
 parameters by position and does not compare shapes, so it would silently load another rank's state.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
-from shardlite.engine.local_shards import ShardRange
-from shardlite.engine.optimizer_hooks import (
-    OptimizerBridge,
-    map_state,
-    models_with,
-    name_of_value,
-    numbers_of,
-    params_of,
-)
-from shardlite.engine.param_groups import match_groups, names_in, plain_name, same_names
+from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of
 from shardlite.errors import LayoutError
-from shardlite.optim import AdamW, WholeStateOptimizer, probe_shards
+from shardlite.optim import AdamW, create_states, decoders, load_entries
+from shardlite.optimizers.param_groups import match_groups, names_in, plain_name, same_names
 from shardlite.params import ShardTensor
+from shardlite.patches import change, replace_function
+
+if TYPE_CHECKING:
+    from shardlite.optimizers.members import Member
 
 KEY = "shardlite"
 """Third key of a `state_dict()`, besides `state` and `param_groups`. Its value describes the shards of the state."""
@@ -36,6 +32,94 @@ _RESUME = (
     "Nothing was changed. Each rank must load the state that it saved, with the same ranks, stage and units. To change "
     "these, load the weights (`load_full_state_dict`) and start with a new optimizer"
 )
+
+
+_NUMBERS = {"step", "mu_product", "eta", "mu"}
+"""Names of the values that PyTorch's optimizers keep once per parameter, not once per element."""
+
+
+class WholeStateOptimizer(Optimizer):
+    """The base of `WholeParameters`, which few programs import: an optimizer whose ranks step whole parameters."""
+
+    _has_stepped = False
+    """Whether a step was taken or a state was loaded. The value is equal on all ranks."""
+
+    def _member_of(self, param: Tensor) -> "Member | None":
+        """Return a parameter whose state only its owner has. `None`: each rank has the state of its shard."""
+        raise NotImplementedError
+
+    def _load_entries(self, entries: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+        """Replace the states of all parameters. Each `_member_of` has the state of the whole parameter."""
+        raise NotImplementedError
+
+
+def member_of(optimizer: Optimizer, param: Tensor) -> "Member | None":
+    """Return `WholeStateOptimizer._member_of`, which is `None` for any other optimizer."""
+    return optimizer._member_of(param) if isinstance(optimizer, WholeStateOptimizer) else None
+
+
+def init_states(by_step: Callable[[Optimizer], None], optimizer: Optimizer) -> None:
+    """Create the missing states of an optimizer, by a step with zero gradients if this is the only way.
+
+    The step of whole parameters is collective, but a rank that owns no parameter never has a state.
+    """
+    if isinstance(optimizer, AdamW) and optimizer.in_backward:
+        create_states(optimizer)
+    elif not (isinstance(optimizer, WholeStateOptimizer) and optimizer._has_stepped):
+        by_step(optimizer)
+
+
+def load_states(optimizer: Optimizer, states: Iterable[tuple[Tensor, dict[str, Any]]]) -> None:
+    """Replace the state of an optimizer, parameter by parameter."""
+    if isinstance(optimizer, AdamW):
+        load_entries(optimizer, states)
+    elif isinstance(optimizer, WholeStateOptimizer):
+        optimizer._load_entries(states)
+    else:
+        groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        counted_on_device = {param for group in groups for param in group["params"]}
+        for param, state in states:
+            if param in counted_on_device and isinstance(step := state.get("step"), Tensor):
+                state["step"] = step.to(param.device)  # as in PyTorch
+            optimizer.state[param] = state
+
+
+# ---- values of a state ----------------------------------------------------------------------------------------------
+
+
+def numbers_among(values: Iterable[tuple[str, int, int]]) -> set[str]:
+    """Return the names of the values that an optimizer keeps once per parameter, not once per element.
+
+    The state of a parameter with one element does not tell, but the states of larger parameters do.
+
+    Args:
+        values: for each value of a state its name, the number of elements of its parameter, and its number of elements.
+    """
+    return _NUMBERS | {name for name, of_param, of_value in values if of_param != 1 and of_value == 1}
+
+
+def numbers_of(states: Iterable[tuple[Tensor, Mapping[str, Any]]]) -> set[str]:
+    """Return `numbers_among` the values of an optimizer, given parameters and their states."""
+    return numbers_among(
+        (name_of_value(path), param.numel(), value.numel())
+        for param, entry in states
+        for path, value in tree_flatten_with_path(dict(entry))[0]
+        if isinstance(value, Tensor)
+    )
+
+
+def name_of_value(path: Sequence[Any]) -> str:
+    """Return the name of a value in a state: keys and indices, joined by dots."""
+    return ".".join(str(getattr(step, "key", getattr(step, "idx", ""))) for step in path)
+
+
+def map_state(entry: Mapping[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return the state of a parameter with `change(name, value)` for each value, also for values inside lists."""
+    changed: dict[str, Any] = tree_map_with_path(lambda path, value: change(name_of_value(path), value), dict(entry))
+    return changed
+
+
+# ---- `state_dict()` and `load_state_dict()` -------------------------------------------------------------------------
 
 
 def state_of_shards(original: Callable[[Optimizer], dict[str, Any]], optimizer: Optimizer) -> dict[str, Any]:
@@ -57,9 +141,12 @@ def load_state_of_shards(original: Callable[..., None], optimizer: Optimizer, st
     if models:
         name = f"load_state_dict of {type(optimizer).__name__}"
         own = _describe(optimizer, models)
-        state_dict, why = _by_names(optimizer, state_dict, own)
-        if why is None:
-            state_dict, why = _as_local(state_dict, own)
+        why = ""
+        try:
+            state_dict = _by_names(optimizer, state_dict, own)
+            state_dict = _as_local(state_dict, own)
+        except LayoutError as error:
+            why = str(error)
         wrong = _misfit(optimizer, state_dict, own) or why or _misshapen(optimizer, state_dict)
         # Ranks that own different parameters have different step counts.
         latest = 0 if isinstance(optimizer, WholeStateOptimizer) else _latest_step(state_dict)
@@ -76,31 +163,28 @@ def load_state_of_shards(original: Callable[..., None], optimizer: Optimizer, st
     original(optimizer, state_dict)
 
 
-def _by_names(
-    optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]
-) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state whose groups are those of an optimizer, if both have the same names, and an error text or `None`.
+def _by_names(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state whose groups are those of an optimizer, if both have the same names.
 
     Names are those of the description of shards or, in a state without a description, `param_names`.
+
+    Raises:
+        LayoutError: a group would take different options from several groups.
     """
     groups, given = state_dict["param_groups"], state_dict.get(KEY)
     its = _cut(own["parts"], optimizer.param_groups)
     names = names_in(groups) if given is None else _cut(given["parts"], groups)
     if names is None or names == its or not same_names(names, its):
-        return state_dict, None
-    try:
-        matched = match_groups(groups, names, optimizer.param_groups, its)
-    except LayoutError as error:
-        return state_dict, str(error)
-    changed = {**state_dict, "param_groups": matched}
+        return state_dict
+    changed = {**state_dict, "param_groups": match_groups(groups, names, optimizer.param_groups, its)}
     if given is None:
-        return changed, None
+        return changed
     before = _positions(state_dict)
     order = [before.index(key) for key in _positions(changed)]
     described = {**given, "parts": [given["parts"][index] for index in order]}
     if "owned" in given:
         described["owned"] = [new for new, old in enumerate(order) if old in given["owned"]]
-    return {**changed, KEY: described}, None
+    return {**changed, KEY: described}
 
 
 def _cut(parts: Sequence[ShardRange], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -113,8 +197,14 @@ def _describe(optimizer: Optimizer, models: Sequence[OptimizerBridge]) -> dict[s
     """Return a description of this rank and, for each parameter, the name and the range of this rank's shard."""
     parts: dict[Tensor, ShardRange] = {shard: part for model in models for shard, part in model.shards.parts().items()}
     params = enumerate(params_of(optimizer))
-    described = {"of": models[0].place, "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params]}
-    return {**described, "owned": optimizer.owned()} if isinstance(optimizer, WholeStateOptimizer) else described
+    described: dict[str, Any] = {
+        "of": models[0].place,
+        "parts": [parts.get(p) or (str(i), 0, p.numel(), p.numel()) for i, p in params],
+    }
+    if isinstance(optimizer, WholeStateOptimizer):
+        members = [optimizer._member_of(param) for param in params_of(optimizer)]
+        described["owned"] = [i for i, member in enumerate(members) if member is not None and member.is_mine]
+    return described
 
 
 def _positions(state_dict: Mapping[str, Any]) -> list[Any]:
@@ -131,48 +221,33 @@ def _as_shards(
     state = {index: state_dict["state"][index] for index in positions if index in state_dict["state"]}
     state |= state_dict["state"]
     pairs = list(zip(params_of(optimizer), positions, strict=True))
-    numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)
+    numbers = numbers_of((param, state.get(index, {})) for param, index in pairs)  # not elementwise, of any size
+
+    def part(param: Tensor, name: str, value: Any) -> Any:
+        is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
+        return makers[param](value) if is_like and name not in numbers else value
+
     for param, index in pairs:
-        if (
-            param in makers
-            and state.get(index)
-            and not (isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param))
-        ):
-            state[index] = _entry(optimizer, param, state[index], makers[param], numbers)
+        if param not in makers or not state.get(index) or member_of(optimizer, param) is not None:
+            continue
+        coded = decoders(state[index]) if isinstance(optimizer, AdamW | WholeStateOptimizer) else {}
+        facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
+        moments = {key: makers[param](decode, sources=codes, **facts) for key, (decode, codes) in coded.items()}
+        rest = {"step": state[index]["step"]} if moments else map_state(state[index], partial(part, param))
+        state[index] = {**rest, **moments}
     return {**state_dict, "state": state}
 
 
-def _entry(
-    optimizer: Optimizer,
-    param: Tensor,
-    entry: Mapping[str, Any],
-    make: Callable[..., Any],
-    numbers: Collection[str],
-) -> dict[str, Any]:
-    """Return the state of one shard, with results of `make` in place of the elementwise tensors.
+def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a state in which this rank's elements replace each `ShardTensor`.
 
-    `numbers` are the names of values that are not elementwise, although they may have as many elements as the shard.
-    """
-    if isinstance(optimizer, AdamW | WholeStateOptimizer) and (decoders := AdamW.decoders(entry)):
-        facts = {"numel": param.numel(), "dtype": torch.float32, "device": param.device}
-        moments = {key: make(decode, sources=codes, **facts) for key, (decode, codes) in decoders.items()}
-        return {"step": entry["step"], **moments}
+    `own` replaces the description in the state, because DCP gives rank 0's description to all ranks.
 
-    def part(name: str, value: Any) -> Any:
-        is_like = isinstance(value, Tensor) and value.numel() == param.numel() and value.ndim == param.ndim
-        return make(value) if is_like and name not in numbers else value
-
-    return map_state(entry, part)
-
-
-def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
-    """Return a state in which this rank's elements replace each `ShardTensor`, and an error text.
-
-    The error text is `None` if every `ShardTensor` fits this rank. In this case `own` replaces the description in the
-    state, because DCP gives rank 0's description to all ranks.
+    Raises:
+        LayoutError: a `ShardTensor` does not fit this rank.
     """
     positions = _positions(state_dict)
-    state, found, wrong = dict(state_dict["state"]), False, list[str]()
+    state, found = dict(state_dict["state"]), False
 
     def local(part: ShardRange, key: str, given: Any) -> Any:
         nonlocal found
@@ -181,7 +256,7 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
             return given
         found = True
         if (value.start, value.stop) != (start, stop):
-            wrong.append(
+            raise LayoutError(
                 f"{key!r} of {name!r} is elements {value.start} to {value.stop}, here it must be {start} to {stop}"
             )
         own_part = value.to_local().detach()
@@ -190,10 +265,8 @@ def _as_local(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[Ma
     for index, part in zip(positions, own["parts"], strict=False):
         if index in state:
             state[index] = map_state(state[index], partial(local, part))
-    if wrong:
-        return state_dict, wrong[0]
     fits = found and len(positions) == len(own["parts"])
-    return {**state_dict, "state": state, **({KEY: own} if fits else {})}, None
+    return {**state_dict, "state": state, **({KEY: own} if fits else {})}
 
 
 def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> str | None:
@@ -220,10 +293,13 @@ def _misfit_of_unmarked(optimizer: Optimizer, state_dict: Mapping[str, Any], own
     parts = dict(zip(_positions(state_dict), own["parts"], strict=False))
     for param, index, key, value in _tensors(optimizer, state_dict):
         name, start, stop, numel = parts[index]
-        if isinstance(optimizer, WholeStateOptimizer) and optimizer.holds_whole(param):
-            continue
         # One element may also be a number, which each rank keeps.
-        if value.numel() == numel != stop - start and numel > 1 and value.ndim == param.ndim:
+        if (
+            member_of(optimizer, param) is None
+            and value.numel() == numel != stop - start
+            and numel > 1
+            and value.ndim == param.ndim
+        ):
             return (
                 f"the state is of an unsharded model, this is {own['of']}: {key!r} of {name!r} has shape "
                 f"{list(value.shape)}, and its shard here {list(param.shape)}"
@@ -239,6 +315,8 @@ def _misshapen(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> str | Non
     """
     if isinstance(optimizer, AdamW):
         return None  # `AdamW` itself compares the shapes of all its formats
+    from shardlite.optimizers.probe import probe_shards
+
     known = type(optimizer).__module__.startswith("torch.optim") and probe_shards(optimizer).same
     for param, index, key, value in _tensors(optimizer, state_dict):
         expected = optimizer.state.get(param, {}).get(key, param if known else None)
@@ -260,3 +338,15 @@ def _latest_step(state_dict: Mapping[str, Any]) -> int:
     """Return the highest step count in a state, or 0 if the state has no step counts."""
     steps = [entry["step"] for entry in state_dict["state"].values() if isinstance(entry, Mapping) and "step" in entry]
     return max((int(getattr(step, "value", step)) for step in steps), default=0)
+
+
+@change("`torch.optim.Optimizer.state_dict`")
+def _() -> None:
+    """A state would not record the shards that it belongs to, and DCP would save its tensors as if they were whole."""
+    replace_function(Optimizer, "state_dict", state_of_shards)
+
+
+@change("`torch.optim.Optimizer.load_state_dict`")
+def _() -> None:
+    """An optimizer would load another rank's state, because PyTorch does not compare shapes."""
+    replace_function(Optimizer, "load_state_dict", load_state_of_shards)

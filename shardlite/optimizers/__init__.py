@@ -1,0 +1,39 @@
+"""Hand shards to optimizers, and step whole parameters.
+
+In: optimizers of the program, and wrapped models. Out: optimizers that hold shards with their part of the state, or an
+error that tells what to use instead: `WholeParameters`. Read `hand_over.py` first, which decides. `probe.py` tries an
+optimizer, with the help of `twins.py`. `states.py` saves and loads the states of shards.
+
+In `WholeParameters`, each parameter has one owner, a rank that steps the whole parameter, with the bits of the same
+optimizer on unsharded parameters. Read `whole_parameters.py` first. `members.py` describes the parameters,
+`assignment.py` chooses owners, `steps.py` steps the parameters of one unit, and `pipeline.py` moves pieces to the
+owners and back, unit by unit.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardlite.optimizers.hand_over import hand_over, judge
+from shardlite.optimizers.param_groups import Group, match_groups, names_in, plain_name
+from shardlite.optimizers.states import init_states, load_states, member_of, name_of_value, numbers_among
+
+if TYPE_CHECKING:
+    from shardlite.optimizers.assignment import Owned, assign, describe, ranges_of
+    from shardlite.optimizers.groups import is_hidden_matrix
+    from shardlite.optimizers.probe import probe_shards
+    from shardlite.optimizers.whole_parameters import WholeParameters
+
+_LATE = {
+    **dict.fromkeys(("Owned", "assign", "describe", "ranges_of"), "assignment"),
+    "is_hidden_matrix": "groups",
+    "probe_shards": "probe",
+    "WholeParameters": "whole_parameters",
+}
+"""Names that few programs use, and the files that they are imported from at their first use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
