@@ -199,6 +199,11 @@ class Weights:
         """Whether a forward, a backward or `gathered()` uses whole weights now."""
         return any(unit.users for unit in self._state.units)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether the program captures a CUDA graph now, which would repeat what is done to the weights."""
+        return self._state.context.streams.captures()
+
     def allocate(self, flats: Sequence[Flat], purpose: str) -> list[Tensor]:
         """Allocate a tensor like `weights()` [n] of each flat. `model.memory()` counts them under `purpose`.
 
