@@ -97,7 +97,7 @@ class EMA:
             >>> ema.update()
         """
         self._weights.announce_change()
-        if torch.cuda.is_current_stream_capturing():
+        if self._weights.is_captured:
             raise PhaseError(
                 "EMA: a CUDA graph that contains update() would always use the decay of the capture: call update() "
                 "after the captured step"

@@ -25,7 +25,6 @@ from shardlite.engine import models_with
 from shardlite.errors import some_of
 from shardlite.grads import Mode
 from shardlite.model import ModelState, ShardLite
-from shardlite.optimizers import probe_shards
 from shardlite.params import Flat, allocate_arenas
 from shardlite.patches import install, patch
 from shardlite.wrapping import flats_of
@@ -128,6 +127,8 @@ def steps_shards(optimizer: Optimizer) -> bool:
 
     Other optimizers need `WholeParameters`. A trial of the optimizer's class and options decides. Not collective.
     """
+    from shardlite.optimizers import probe_shards  # few programs need it
+
     return bool(probe_shards(optimizer).same)
 
 
@@ -197,6 +198,11 @@ class Weights:
     def in_use(self) -> bool:
         """Whether a forward, a backward or `gathered()` uses whole weights now."""
         return any(unit.users for unit in self._state.units)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the program captures a CUDA graph now, which would repeat what is done to the weights."""
+        return self._state.context.streams.captures()
 
     def allocate(self, flats: Sequence[Flat], purpose: str) -> list[Tensor]:
         """Allocate a tensor like `weights()` [n] of each flat. `model.memory()` counts them under `purpose`.

@@ -51,6 +51,13 @@ def test_wrong_arguments_are_refused_on_every_rank(group: Any) -> None:
     refused("lr must be at least 0", params, Norms, elementwise={"lr": -1.0}, kind=ValueError)
 
 
+def test_parameters_of_the_module_stand_for_their_shards(group: Any) -> None:
+    model = model_of(group)
+    optimizer = WholeParameters(model.module.named_parameters(), Norms)
+    held = [param for each in optimizer.param_groups for param in each["params"]]
+    assert list(map(id, held)) == list(map(id, model.parameters()))
+
+
 def test_optimizers_of_all_parameters_together_are_refused(group: Any) -> None:
     model = model_of(group)
 
