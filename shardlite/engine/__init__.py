@@ -2,7 +2,7 @@
 
 In: the program's forwards, backwards and steps, and its accesses to parameters outside of them. Out: calls of the
 packages `weights`, `grads` and `optim`, in the right order. Read `module_hooks.py` first, then `backward.py` and
-`steps.py`. `patches.py` lists the changes in PyTorch.
+`steps.py`. `connect.py` builds these objects for a model, and `patches.py` lists the changes in PyTorch.
 """
 
 from shardlite.engine.backward import in_backward

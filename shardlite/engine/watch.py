@@ -3,9 +3,9 @@
 A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
 `xavier_uniform_`, would silently give different results. (A probe checks the steps of optimizer classes.) So in some
 steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function calls. A
-call is right for a shard if PyTorch's operators that it uses are elementwise. In most steps these tensors have their
-ordinary classes, because interception costs time. A program that computes a norm or a mean of shards usually does so in
-its first steps, or in the steps that it logs, such as every 50th or every 500th.
+call is right for a shard if PyTorch's operators that it uses are elementwise. Interception costs time, so most steps go
+without. A program that computes a norm or a mean of shards usually does so in its first steps, or in those that it
+logs, such as every 50th or every 500th.
 """
 
 import copy
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property
 from itertools import pairwise
 from types import FunctionType
 from typing import Any, ClassVar, NamedTuple, cast
@@ -25,14 +25,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
-from shardlite.params import Flat, Shard, as_they_are
+from shardlite.params import Flat, Shard, Slot, as_they_are
 from shardlite.params.parameters import Sharded
 
-STEPS = 3
-"""Number of steps in a watched period. One period is at the start, and one is around each multiple of `EVERY`."""
-
-EVERY = 50
-"""Number of steps from one watched period to the next."""
+STEPS, EVERY = 3, 50
+"""Periods of `STEPS` steps are watched: one at the start, and one around each multiple of `EVERY`."""
 
 
 def _functions(names: str, *owners: Any) -> frozenset[Any]:
@@ -53,6 +50,8 @@ _SINGLE = _BY_POSITION | _functions("item __float__ __int__ __bool__ __index__ t
 _UNJUDGED = _functions("backward register_hook __deepcopy__ __reduce_ex__ __repr__ __format__", Tensor)
 _UNJUDGED |= _functions("backward grad", torch.autograd)  # `engine/patches.py` judges these in every step
 
+_VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
+_READS = {"__int__", "__index__", "__invert__", "__iter__", "requires_grad_", "detach_"}
 _NORMS = {"norm", "linalg_vector_norm", "_foreach_norm"}
 _SUMS = {"sum", "nansum", "dot", "vdot", *_NORMS}
 """Operators whose gradients are right if each rank calls them for its own part, as in a penalty in the loss. The
@@ -63,10 +62,8 @@ _CURVED = _SQUARES | _functions("sqrt rsqrt exp log log1p reciprocal norm prod",
 """Functions of a sum whose gradients are wrong if each rank calls them for the sum of its own part."""
 
 _OPERATIONS = ("add", "sub", "mul", "div", "truediv", "lerp", "addcmul", "addcdiv", "copy", "where")
-_ARITHMETIC: frozenset[Any] = frozenset().union(
-    *(_functions(f"{name} {name}_ __{name}__ __r{name}__ __i{name}__", Tensor) for name in _OPERATIONS),
-    *(_functions(f"{name} {name}_ _foreach_{name} _foreach_{name}_", torch) for name in _OPERATIONS),
-)
+_FORMS = "{0} {0}_ __{0}__ __r{0}__ __i{0}__ _foreach_{0} _foreach_{0}_"
+_ARITHMETIC = _functions(" ".join(map(_FORMS.format, _OPERATIONS)), Tensor, torch)
 """Elementwise functions that combine several tensors."""
 
 
@@ -80,14 +77,16 @@ class Watch:
         self.seen: Any = WeakTensorKeyDictionary()
         """The watched tensors."""
 
-        self._shards = [(weakref.ref(shard), _Part.of(flat, index)) for shard, flat, index in shards]
+        self._shards = [
+            (weakref.ref(shard), _Part(flat.layout.slots[index], *flat.range_of(index), flat.layout.cuts))
+            for shard, flat, index in shards
+        ]
         self.start()
 
     def after_step(self) -> None:
         """Start or stop watching for the next step. After a warning, watch only in the first `STEPS` steps."""
         self._steps += 1
-        at_logs = not self.warned and (self._steps + STEPS // 2) % EVERY < STEPS
-        watched = self._steps < STEPS or at_logs
+        watched = self._steps < STEPS or (not self.warned and (self._steps + STEPS // 2) % EVERY < STEPS)
         if watched and not self.seen:
             self.start()
         elif self.seen and not watched:
@@ -96,8 +95,7 @@ class Watch:
     def start(self) -> None:
         """Watch the shards."""
         for there, part in self._shards:
-            shard = there()
-            if shard is not None:
+            if (shard := there()) is not None:
                 _see(shard, _Known(self, part, "the shard"), SeenShard)
 
     def stop(self) -> None:
@@ -112,29 +110,26 @@ class Watch:
 class _Part:
     """Position of a shard in its parameter."""
 
-    name: str
+    slot: Slot
     start: int
     stop: int
-    numel: int
-    shape: tuple[int, ...]
-    """Shape of the full parameter."""
+    bounds: Sequence[int]
+    """The `W + 1` cuts between ranks in the full buffer."""
 
-    without: Sequence[int]
-    """The ranks that have no element of the parameter."""
+    @cached_property
+    def cuts(self) -> Sequence[int]:
+        """The cuts as indices of elements of the parameter."""
+        return self.slot.cut(self.bounds)
 
-    is_full: bool
-    """Whether the shard has all elements."""
+    @cached_property
+    def without(self) -> Sequence[int]:
+        """The ranks that have no element of the parameter."""
+        return [rank for rank, (first, end) in enumerate(pairwise(self.cuts)) if first == end]
 
-    cuts: Callable[[], Sequence[int]]
-    """Function that returns the `W + 1` cuts between ranks, as indices of elements of the parameter."""
-
-    @staticmethod
-    def of(flat: Flat, index: int) -> "_Part":
-        slot, (start, stop) = flat.layout.slots[index], flat.range_of(index)
-        cuts = enumerate(pairwise(flat.cuts_of(index)))
-        without = [rank for rank, (first, end) in cuts if first == end]
-        cut = partial(slot.cut, flat.layout.cuts)
-        return _Part(slot.name, start, stop, slot.numel, slot.shape, without, stop - start == slot.numel, cut)
+    @property
+    def is_full(self) -> bool:
+        """Whether the shard has all elements."""
+        return self.stop - self.start == self.slot.numel
 
 
 _known: Any = WeakTensorKeyDictionary()
@@ -145,8 +140,6 @@ class _Known(NamedTuple):
     look: Watch
     part: _Part
     kind: str
-    """Words that describe the tensor."""
-
     placed: bool = False
     """Whether the tensor is a view of elements at some positions."""
 
@@ -208,7 +201,7 @@ def _judged_in_loss(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
         result = func(*args, **kwargs)
     name = getattr(func, "__name__", "")
     if func in known.wrong if known.wrong else func not in _SQUARES and name not in ("__get__", "__repr__"):
-        _warn(f"{name} of {known.kind} of {known.part.name!r}", func, known)
+        _warn(f"{name} of {known.kind} of {known.part.slot.name!r}", func, known)
     elif type(result) is Tensor and all(_known_as(each) for each in args if isinstance(each, Tensor | list | tuple)):
         _see(result, known._replace(wrong=_CURVED))
     return result
@@ -219,7 +212,7 @@ def _judge(
 ) -> None:
     """Warn or raise if a call is wrong for a shard, given the operators that are not elementwise."""
     part = known.part
-    what = f"{getattr(func, '__name__', func)} of {known.kind} of {part.name!r}"
+    what = f"{getattr(func, '__name__', func)} of {known.kind} of {part.slot.name!r}"
     if part.without and _results_if_empty(func, args, kwargs) is None:
         raise LayoutError(
             f"{what}: ranks {list(part.without)} have no element of that parameter, and only they would fail. "
@@ -236,7 +229,7 @@ def _warn(what: str, func: Callable[..., Any], known: _Known) -> None:
         return
     look.warned = True
     warnings.warn(
-        f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.numel}. For norms of "
+        f"{what} covers only this rank's part, elements {part.start} to {part.stop} of {part.slot.numel}. For norms of "
         "gradients call `clip_grad_norm_()` of the ShardLite model, for other values of full parameters use "
         "`gathered()`. A step that needs such values (LAMB, adaptive clipping) belongs in an optimizer class, which "
         "`shardlite.WholeParameters` gives full parameters. (This warning is given once per model.)",
@@ -269,7 +262,7 @@ def _results_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
         if type(value) in (list, tuple):
             return type(value)(map(emptied, value))
         is_part = _known_as(value) is not None or (isinstance(value, Tensor) and value.shape in shapes)
-        return _emptied(value) if is_part else value
+        return value.new_empty((0, *[1] * (value.ndim - 1))) if is_part else value
 
     if _writes(func):
         return ()
@@ -280,11 +273,6 @@ def _results_if_empty(func: Callable[..., Any], args: Sequence[Any], kwargs: dic
     except (RuntimeError, IndexError, ValueError):
         return None
     return result if isinstance(result, list | tuple) else [result]
-
-
-def _emptied(part: Tensor) -> Tensor:
-    """Return a tensor as on a rank that has no element of the parameter."""
-    return part.new_empty((0, *[1] * (part.ndim - 1)))
 
 
 def _see_reordered(
@@ -299,7 +287,7 @@ def _see_reordered(
     seen = known._replace(kind=f"the result of {getattr(func, '__name__', func)} of {known.kind}")
     results = result if isinstance(result, list | tuple) else [result]
     for each, there in zip(results, _results_if_empty(func, args, kwargs) or (), strict=False):
-        if type(each) is Tensor and each.shape == source.shape and there.shape == _emptied(source).shape:
+        if type(each) is Tensor and each.shape == source.shape and there.shape == (0, *[1] * (source.ndim - 1)):
             _see(each, seen)
 
 
@@ -308,18 +296,12 @@ def _see_results(func: Callable[..., Any], args: Sequence[Any], result: Any) -> 
     name = getattr(func, "__name__", "")
     if name.startswith("new_") or name.endswith(("_like", "as_strided")) or (name == "__get__" and func not in _VIEWS):
         return  # `as_strided`: ShardLite itself views shards with their padding
-    results = result if isinstance(result, list | tuple) else [result]
-    sources = (
-        args[0] if isinstance(args[0], list | tuple) and len(args[0]) == len(results) else [args[0]] * len(results)
-    )
+    first, results = args[0], result if isinstance(result, list | tuple) else [result]
+    sources = first if isinstance(first, list | tuple) and len(first) == len(results) else [first] * len(results)
     by_position = func in _BY_POSITION and (func is not Tensor.__getitem__ or _selects(args[1]))
     for source, each in zip(sources, results, strict=True):
-        known = _known_as(source)
-        if known is not None and type(each) is Tensor:
+        if type(each) is Tensor and (known := _known_as(source)) is not None:
             _see(each, known._replace(placed=known.placed or by_position))
-
-
-_VIEWS = {getattr(Tensor, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real")}
 
 
 def _check_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -329,22 +311,18 @@ def _check_write(func: Callable[..., Any], args: Sequence[Any]) -> None:
         return
     selects = func in _PLACED and (func is not Tensor.__setitem__ or _selects(args[1]))
     if selects or (known.placed and _writes(func)):
-        name = getattr(func, "__name__", str(func))
         raise LayoutError(
-            f"{name} of {known.kind} of {known.part.name!r}: positions in a shard are not those in its parameter, so "
-            "other elements would be written. Write to a gradient in a hook of the module's own parameter "
-            "(`register_hook`), and to weights inside `gathered()`"
+            f"{getattr(func, '__name__', func)} of {known.kind} of {known.part.slot.name!r}: "
+            "positions in a shard are not those in its parameter, so other elements would be written. Write to a "
+            "gradient in a hook of the module's own parameter (`register_hook`), and to weights inside `gathered()`"
         )
 
 
 def _writes(func: Callable[..., Any]) -> bool:
     """Return whether a function writes to its first argument."""
     name = getattr(func, "__name__", "")
-    if name.startswith("__"):
-        return name == "__setitem__" or (
-            name[2] == "i" and name not in ("__int__", "__index__", "__invert__", "__iter__")
-        )
-    return name.endswith("_") and name not in ("requires_grad_", "detach_")
+    writes = name.startswith(("__i", "__setitem__")) if name.startswith("__") else name.endswith("_")
+    return writes and name not in _READS
 
 
 def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -356,20 +334,18 @@ def _refuse_mixtures(func: Callable[..., Any], args: Sequence[Any]) -> None:
     for together in _side_by_side(args):
         all_parts = [known.part for known in map(_known_as, together) if known is not None]
         for part, other in pairwise(all_parts):
-            if part.shape == other.shape and part.cuts() != other.cuts():
+            if part.slot.shape == other.slot.shape and part.cuts != other.cuts:
                 raise LayoutError(
-                    f"{getattr(func, '__name__', func)} of shards of {part.name!r} and {other.name!r}, which "
+                    f"{getattr(func, '__name__', func)} of shards of {part.slot.name!r} and {other.slot.name!r}, which "
                     "are cut at different elements: parameters that were trainable and frozen when a model was wrapped "
                     "lie apart. For equal cuts wrap both models with the same options and the same `requires_grad`, "
                     "and freeze the teacher afterwards (`teacher.requires_grad_(False)`); or use `shardlite.EMA`"
                 )
         parts = [part for part in all_parts if not part.is_full]
+        sizes = [part.slot.shape for part in parts if part.slot.numel > 1]
         for each in together:
-            copied = not isinstance(each, _Watched) and any(
-                part.numel > 1 and each.shape == part.shape for part in parts
-            )
-            if isinstance(each, Sharded) or copied:
-                of = f" of {parts[0].name!r}" if parts else ""
+            if isinstance(each, Sharded) or (not isinstance(each, _Watched) and each.shape in sizes):
+                of = f" of {parts[0].slot.name!r}" if parts else ""
                 raise LayoutError(
                     f"{getattr(func, '__name__', func)} of a tensor of the size of a full parameter and a shard{of}: "
                     "gradients belong to shards, so compute with `parameters()` of the ShardLite model, or "
@@ -454,8 +430,7 @@ class SeenShard(_Watched, Shard):
         """The gradient of the shard. Reading this property turns the gradient into a watched tensor."""
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
-        known = _known.get(self)  # `None` for a copy
-        if known is not None and type(grad) is Tensor:
+        if type(grad) is Tensor and (known := _known.get(self)) is not None:  # a copy has no record
             _see(grad, known._replace(kind="the gradient of the shard"))
         return grad
 

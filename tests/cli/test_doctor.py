@@ -67,7 +67,7 @@ def alters(group, what):
                 loan.look = lambda: look() + 1
             return loan
 
-    choice = trials.comm.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
+    choice = trials.choose(group, torch.device("cpu"), trials._TIMEOUT, route=Route())
     wrong = Wrong(choice.transport._neighbours, trials._TIMEOUT)
     return trials.failure(trials._calls(wrong, torch.device("cpu"), what))
 

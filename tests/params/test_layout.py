@@ -3,11 +3,21 @@
 import pytest
 import torch
 
-from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out
+from shardlite.params import layout as layouts
+from shardlite.params.layout import ALIGN, Layout, allocate_arenas, lay_out, shared
 
 
 def layout(shapes: dict[str, tuple[int, ...]], world_size: int) -> Layout:
     return lay_out(shapes.items(), dtype=torch.float32, trainable=True, world_size=world_size)
+
+
+def test_equal_facts_share_a_key_until_nobody_has_it():
+    key = shared(("facts", 1))
+    assert shared(("facts", 1)) is key
+    assert shared(("facts", 2)) is not key
+    assert ("facts", 1) in layouts._keys
+    del key
+    assert ("facts", 1) not in layouts._keys
 
 
 def test_a_layout_written_out():

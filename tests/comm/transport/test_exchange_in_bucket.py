@@ -16,7 +16,7 @@ from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import staging_numel
 from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.group_collectives import GroupCollectives
-from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, rows_numel
+from shardlite.comm.transport.staging import SLICE_NBYTES, rows_numel, staged_in_bucket
 from shardlite.telemetry import Ledger
 from tests.support.ranks.cluster import run_local
 from tests.support.transports.calls import reduce_scatter
@@ -136,14 +136,14 @@ def test_calls_additions_and_staging(ranks):
     expected = {2: (4, 32), 3: (4, 64), 4: (6, 64), 5: (8, 64), 9: (8, 128), 10: (5, 256), 16: (8, 256), 19: (6, 384)}
     if ranks in expected:
         assert counted == [expected[ranks]] * ranks
-    assert counted[0] == (calls_of(ranks, 128), in_bucket(128, ranks, 4, 1))
+    assert counted[0] == (calls_of(ranks, 128), staged_in_bucket(128, ranks, 4, 1))
     assert calls_of(ranks, 128) <= 8
     assert (by_rows.call_count, by_hop.call_count) == (ranks, 0), "one addition"
 
 
 def calls_of(ranks, segment):
     """Return the number of calls, each of which sends at most `D` elements of `W-1` segments, and of whole steps."""
-    most = in_bucket(segment, ranks, 1, 0)
+    most = staged_in_bucket(segment, ranks, 1, 0)
     steps = max(most // segment, 1)
     return -(-(ranks - 1) // steps) * -(-segment // most)
 
@@ -162,7 +162,7 @@ def test_large_units_take_at_most_eight_calls_and_stage_an_eighth(ranks, numel):
 def test_short_reductions_take_one_call():
     """Their rows fit in staging."""
     segment = 30_740_000 // 8  # a block of GPT-2 XL, in fp32
-    assert in_bucket(segment, 8, 4) == 0
+    assert staged_in_bucket(segment, 8, 4) == 0
     assert rows_numel(segment, 8, 4) == 8 * segment
     assert rows_numel(segment, 2, 4) == segment
 
@@ -170,7 +170,7 @@ def test_short_reductions_take_one_call():
 def reduce_as_a_tree(transport, case):
     made = short_of_memory(transport)  # so that slices are packed
     made.algorithm = "halving"
-    return reduce_everything(made, [case], 1), made._in_bucket(cut_up(case.numel, case.dtype, made), 4)
+    return reduce_everything(made, [case], 1), made._staged_in_bucket(cut_up(case.numel, case.dtype, made), 4)
 
 
 def test_a_tree_is_packed_in_slices():
