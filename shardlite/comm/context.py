@@ -29,7 +29,7 @@ from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import NO_UNIT, Tally, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect
-from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
@@ -264,10 +264,9 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     connect_to = partial(_connect, device=device, timeout=timeout)
     in_any_order = replace(route, order="ring", parts=None)  # the order of addition affects only gradients
     transport = connect_to(groups.shard, route=in_any_order, apart=True)
-    has_tags = not (transport.batched or isinstance(transport, WholeCollectives))
     rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
     inline = (
-        transport if has_tags else connect_to(groups.shard, route=rest),
+        transport if transport.has_tags else connect_to(groups.shard, route=rest),
         _of_replicas(groups, partial(connect_to, route=rest)),
     )
     hosts = _of_both(groups, partial(connect_hosts, timeout=timeout, route=route))

@@ -51,8 +51,6 @@ from shardlite.comm import (
     cut_up,
     reduce_scatter,
     ring_step,
-    rings_in_kernel,
-    stages_in_out,
     staging_numel,
 )
 from shardlite.errors import PhaseError
@@ -340,7 +338,7 @@ class ReduceQueue:
         goes_on = replicas or given.earlier is not None or given.terms.share.counted
         if goes_on or flat.rank is None or shard.world_size == 1:
             return False
-        if rings_in_kernel(full, shard, cuts):
+        if shard.rings(full, cut_up(len(full), full.dtype, shard, cuts)):
             if (fused := step.fused(full.numel() // shard.world_size)) is not None:
                 ring_step(full, shard, fused, divisor=given.terms.divisor, operation=given.operation)
             return fused is not None
@@ -367,10 +365,11 @@ class ReduceQueue:
 
     def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
         """Return memory for received partial sums, or `None` if they are received in the shard itself."""
-        layout = mean.flat.gradients
-        if layout.world_size == 1 or rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
+        layout, transport = mean.flat.gradients, self._context.reducing[0]
+        cut = cut_up(len(full), full.dtype, transport, layout.uneven_cuts)
+        if layout.world_size == 1 or transport.rings(full, cut):
             return None
-        in_out = stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype
+        in_out = transport.stages_in_out() and mean.own.dtype == full.dtype
         if in_out and layout.uneven_cuts is None and storage_key(mean.own) != storage_key(full):
             return None
         return self._staging_of(mean.flat, full)

@@ -14,8 +14,8 @@ from shardlite_kernels import new_stats, stats
 from shardlite.comm import collectives
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import staging_numel
-from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.messages import Message
 from shardlite.comm.transport.staging import SLICE_NBYTES, in_bucket, rows_numel
 from shardlite.telemetry import Ledger
 from tests.support.ranks.cluster import run_local

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from shardlite.comm.control.failure_reports import reports_of_thread
 from shardlite.comm.control.interrupts import SLOW
-from shardlite.comm.transport.base import Completed, Loan, Pending, Transport, check_on_host
+from shardlite.comm.transport.loans import LendingTransport
+from shardlite.comm.transport.messages import Completed, Loan, Pending, check_on_host
 from shardlite.comm.transport.shared_memory.heap import Heap, Mapping
 from shardlite.comm.transport.shared_memory.mailbox import PLACES, Announcement, Control, Receipts
 from shardlite.config import Algorithm
@@ -263,13 +264,12 @@ class Neighbours:
         raise CommError(f"{message} failed: {why}")
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(LendingTransport):
     """Messages between the processes of one host. A wait for a message takes at most `timeout`.
 
     After a wait has raised a `CommError`, the transport is unusable, as with gloo, and the run must end.
     """
 
-    lends = True
     algorithm: Algorithm = "direct"
 
     def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:
