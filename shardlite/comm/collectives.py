@@ -16,7 +16,7 @@ Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the fu
 or empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from shardlite_kernels import check_stats, hop, stats_block
@@ -33,6 +33,10 @@ _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes that `hop` adds
 
 _NARROW = (torch.bfloat16, torch.float16)
+
+
+Memory = Callable[[int, torch.dtype], Tensor]
+"""Function that returns memory for a number of elements of a dtype."""
 
 
 def staging_numel(
@@ -95,7 +99,7 @@ def reduce_scatter(
     *,
     cut: Cut | None = None,
     last: LastHop | None = None,
-    staging: Tensor | None = None,
+    staging: Tensor | Memory | None = None,
     operation: Operation = UNNAMED,
 ) -> Tensor:
     """Sum `full` [n] over the ranks, and return this rank's segment of the sum. The callback `last` may divide the sum.
@@ -120,16 +124,16 @@ def reduce_scatter(
     sum, each message has a whole number of blocks of statistics. So the statistics do not depend on the size of
     messages.
 
-    Messages are received in the buffer `staging`, which needs at least `staging_numel(...)` elements. If the caller
-    passes no `staging`, this function allocates the buffer. A ring needs no staging buffer if the caller passes an
-    `out` in the dtype of `full`, and all segments are equal: the ring then receives messages in `out`.
+    Messages are received in the buffer `staging`, which needs at least `staging_numel(...)` elements. Without
+    `staging`, this function allocates the buffer. A ring needs no staging buffer if the caller passes an `out` in the
+    dtype of `full`, and all segments are equal: the ring then receives messages in `out`.
 
     Args:
         full: this rank's summand, [n].
         transport: connects the ranks.
         cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
         last: callback that makes the last addition.
-        staging: memory for messages.
+        staging: memory for messages, or a function that returns it and is called only if memory is needed.
         operation: names the operation in errors and counts.
 
     Returns:
@@ -186,7 +190,7 @@ def all_reduce(
     *,
     cut: Cut | None = None,
     divisor: int = 1,
-    staging: Tensor | None = None,
+    staging: Tensor | Memory | None = None,
     operation: Operation = UNNAMED,
 ) -> None:
     """Sum `full` [n] over the ranks in place, and divide the sum by `divisor`, with a reduce-scatter and an all-gather.
@@ -283,17 +287,18 @@ def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation:
 
 
 def _staging(
-    full: Tensor, shard: Tensor, cut: Cut, transport: Transport, staging: Tensor | None, *, has_mean: bool
+    full: Tensor, shard: Tensor, cut: Cut, transport: Transport, staging: Tensor | Memory | None, *, has_mean: bool
 ) -> Tensor:
-    """Return memory for messages: `staging`, `shard` if it is unused until the last step, or new memory."""
-    needed = transport.staging_numel(cut, full.itemsize)
-    if staging is not None:
+    """Return memory for messages: `staging`, or `shard` if it is unused until the last step, or new memory."""
+    if isinstance(staging, Tensor):
+        needed = transport.staging_numel(cut, full.itemsize)
         _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
         return staging
-    free = has_mean and full.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr()
-    if free and shard.dtype == full.dtype and cut.even and transport.stages_in_out():
+    may_use = has_mean and shard.dtype == full.dtype and cut.even and transport.stages_in_out()
+    if may_use and full.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr():
         return shard
-    return full.new_empty(0 if has_mean and transport.rings(full, cut) else needed)
+    needed = 0 if has_mean and transport.rings(full, cut) else transport.staging_numel(cut, full.itemsize)
+    return full.new_empty(needed) if staging is None or not needed else staging(needed, full.dtype)
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:

@@ -236,7 +236,7 @@ class Transport:
             for source in arrival.sources
         ]
         inbox = self._inbox(expected, staging, cut, tag)
-        outgoing = self._depart(program, pieces, tag, operation)
+        outgoing = [self.isend(chunk, peer, tag) for chunk, peer in _departing(program, pieces, operation)]
         for arrival, finish in finishers(program, self.rank, last):
             for start, own in pieces(arrival.segment, arrival.part):
                 for place, received, mine in inbox.sums(len(arrival.sources), start, own):
@@ -271,7 +271,7 @@ class Transport:
             [(chunk, self.irecv(chunk, arrival.sources[0], tag)) for _, chunk in pieces(arrival.segment, arrival.part)]
             for arrival in program.arrivals
         ]
-        outgoing = self._depart(program, pieces, tag, operation)
+        outgoing = [self.isend(chunk, peer, tag) for chunk, peer in _departing(program, pieces, operation)]
         for arrival, messages in zip(program.arrivals, incoming, strict=True):
             for chunk, message in messages:
                 message.wait()
@@ -279,16 +279,6 @@ class Transport:
                     operation.count_sent(chunk)
                     outgoing.append(self.isend(chunk, peer, tag))
         PendingGroup(outgoing).wait()
-
-    def _depart(self, program: Program, pieces: Pieces, tag: int, operation: Operation) -> list[Pending]:
-        """Start sending the chunks that are sent before anything has arrived."""
-        outgoing = []
-        for departure in program.departures:
-            for _, chunk in pieces(departure.segment, departure.part):
-                for peer in departure.targets:
-                    operation.count_sent(chunk)
-                    outgoing.append(self.isend(chunk, peer, tag))
-        return outgoing
 
     def _inbox(self, expected: Parcels, staging: Tensor, cut: Cut, tag: int) -> "Inbox":
         """Expect chunks like those in `expected`, in this order."""
@@ -341,6 +331,15 @@ class _Slots:
             like, source = expected
             message = slot[: like.numel()]
             self._posted.append((self._transport.irecv(message, source, self._tag), message, slot))
+
+
+def _departing(program: Program, pieces: Pieces, operation: Operation) -> Iterator[tuple[Tensor, int]]:
+    """Yield the chunks that are sent before anything has arrived, each with its target rank, and count the chunks."""
+    for departure in program.departures:
+        for _, chunk in pieces(departure.segment, departure.part):
+            for peer in departure.targets:
+                operation.count_sent(chunk)
+                yield chunk, peer
 
 
 def finishers(program: Program, rank: int, last: LastHop) -> Iterator[tuple[Arrival, Callable[..., None]]]:

@@ -257,7 +257,7 @@ class NcclTransport(BatchTransport, GroupTransport):
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] for a long-lived buffer, registered with the communicator if the route selects it."""
         if self._communicator is None or not self._communicator.registers:
-            return super().empty_persistent(nbytes, device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._communicator.empty(nbytes)
 
     def _take_turn(self) -> None:

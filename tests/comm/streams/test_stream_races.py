@@ -12,9 +12,9 @@ from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
 from shardlite.engine.backward import Backward
 from shardlite.grads import norm, scale, skip_step
-from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.scale import Share
+from shardlite.grads.stream_run import StreamRun
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams

@@ -101,7 +101,8 @@ class Neighbours:
             self._sent[peer] = number
             announcement = Announcement(number, tag, _kind(tensor.dtype), offset, tensor.nbytes, receipt)
             self._untaken[peer, number] = tensor
-            self._controls[peer].announce(announcement)
+            if self._controls[peer].announce(announcement):
+                self._controls[peer].ring()
         return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
     def expect(self, arriving: "_Arriving") -> "_Arriving":
@@ -169,7 +170,8 @@ class Neighbours:
         """Read all announcements, and copy all messages that have a destination. Errors name the message `waiting`."""
         with self._lock:
             for peer in self._others:
-                self._controls[peer].announce()
+                if self._controls[peer].announce():
+                    self._controls[peer].ring()
                 try:
                     while (announcement := self._mine.read(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
