@@ -10,6 +10,7 @@ import torch
 
 from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
+from shardlite.comm.transport import base
 from shardlite.engine.backward import Backward
 from shardlite.grads import norm, scale, skip_step
 from shardlite.grads.bucket import Bucket
@@ -82,7 +83,7 @@ def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
         for each in read:
             gpu.access(each, "add", writes=False)
 
-    with gpu.ranks(ranks), mock.patch.multiple(collectives, add_rows=add, hop=add):
+    with gpu.ranks(ranks), mock.patch.multiple(base, add_rows=add, hop=add):
         transport, numel = simulated_gpu._Collectives(gpu, None), BUCKET // 4
         transport.fast = room is None
         full, out = torch.empty(numel), torch.empty(numel // ranks)
