@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
 from os import getpid
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,10 @@ Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on
 
 MANY = 16
 """Minimum number of ranks that agree by collectives. Fewer ranks agree by messages from each rank to every other."""
+
+
+_TallyKey: TypeAlias = tuple[int, str, str, str]
+"""The process, the kind of operation, its purpose, and its unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,7 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
-    _tallies: dict[tuple[int, str, str], Tally] = field(default_factory=dict)
+    _tallies: dict[_TallyKey, Tally] = field(default_factory=dict)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
@@ -124,7 +128,7 @@ class Context:
         Raises:
             CommError: this process is a forked child, which cannot communicate.
         """
-        key = getpid(), what, purpose  # a forked child finds none, and is refused
+        key: _TallyKey = getpid(), what, purpose, unit  # a forked child finds none, and is refused
         if (tally := self._tallies.get(key)) is None:
             self.owner.check()
             tally = self._tallies[key] = self.traffic.tally(purpose, unit)
