@@ -106,14 +106,19 @@ class WholeCollectives(Transport):
         """Sum integers [n] over the ranks in place, uncounted. Integer sums are exact in any order."""
         raise NotImplementedError
 
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged: a row per rank, and those that are packed to be sent."""
+        del cut, itemsize
+        return self.world_size
+
     def slices(self, cut: Cut, itemsize: int) -> Sequence[tuple[int, int]]:
         """Return the range of elements of each slice of a segment. Every slice starts at a multiple of the grain."""
-        return slices_of(cut.longest, self.world_size, itemsize, cut.grain, self.slice_nbytes)
+        return slices_of(cut.longest, self.staged_rows(cut, itemsize), itemsize, cut.grain, self.slice_nbytes)
 
     def staging_numel(self, cut: Cut, itemsize: int) -> int:
-        """Return the number of elements of the staging buffer: a row per rank of the longest slice."""
+        """Return the number of elements of the staging buffer: the staged rows of the longest slice."""
         slices = self.slices(cut, itemsize)
-        return self.world_size * max((stop - start for start, stop in slices), default=0)
+        return self.staged_rows(cut, itemsize) * max((stop - start for start, stop in slices), default=0)
 
     def stages_in_out(self) -> bool:
         """Return `False`, because a result has no place for rows."""
@@ -207,24 +212,18 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             for rank, (low, high) in enumerate(cut.bounds):
                 full[low:high] = rows[rank * length :][: high - low]
 
-    def slices(self, cut: Cut, itemsize: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
-        rows = 1 if self.world_size == 2 else self.world_size
-        slices = slices_of(cut.longest, rows, itemsize, cut.grain, self.slice_nbytes)
-        if rows == 1 or len(slices) < 2:
-            return slices
-        return slices_of(cut.longest, 2 * rows, itemsize, cut.grain, self.slice_nbytes)
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged. With two ranks, only the row of the other rank is received."""
+        if self.world_size == 2:
+            return 1
+        one_slice = self.world_size * cut.longest * itemsize <= self.slice_nbytes  # nothing is packed
+        return self.world_size if one_slice else 2 * self.world_size
 
     def staging_numel(self, cut: Cut, itemsize: int) -> int:
         """Return the number of elements of the staging buffer, in which the received rows are, or the first of them."""
         if self.fast and cut.even:
             return cut.longest
-        if staged := self._in_bucket(cut, itemsize):
-            return staged
-        slices = self.slices(cut, itemsize)
-        rows = 1 if self.world_size == 2 else self.world_size
-        rows *= 2 if rows > 1 and len(slices) > 1 else 1
-        return rows * max((stop - start for start, stop in slices), default=0)
+        return self._in_bucket(cut, itemsize) or super().staging_numel(cut, itemsize)
 
     def _in_bucket(self, cut: Cut, itemsize: int) -> int:
         """Return the number of elements that are staged in an exchange inside the bucket, or 0 if there is none."""

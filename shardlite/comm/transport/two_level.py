@@ -47,7 +47,7 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat, self.inside, self.across = flat, inside, across
         self.rank, self.world_size, self.node = flat.rank, flat.world_size, inside.world_size
         self.batched, self.blocking = flat.batched, flat.blocking
-        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes // 2  # the other half is for sent data
+        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
         """Return staging memory [nbytes], registered with `inside`, because `inside` sends most of the data."""
@@ -81,9 +81,9 @@ class TwoLevelCollectives(WholeCollectives):
         start, stop = cut.bounds[self.rank]
         return (mine - (stop - start)) * itemsize
 
-    def staging_numel(self, cut: Cut, itemsize: int) -> int:
-        """Return the number of elements of the staging buffer. One half is for rows, the other half for sent data."""
-        return 2 * super().staging_numel(cut, itemsize)
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged. One half is for rows, the other half for sent data."""
+        return 2 * self.world_size
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every node's row for the range `part` of this rank's segment of `full` [n], as [N, .] in `staging`.
