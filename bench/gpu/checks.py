@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench.gpu.report import Report, synchronize
 from shardlite.comm.chunking import Cut, cut_up
+from shardlite.comm.operation import UNNAMED
 from shardlite.comm.transport.gloo import reconnect
 from shardlite.comm.transport.group_collectives import GlooCollectives, GroupCollectives, NcclCollectives, as_bytes
 from shardlite.comm.transport.nccl import communicator
@@ -101,7 +102,7 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
 
     def gather(source: Tensor, target: Tensor) -> None:
         target.copy_(source)  # the gather is in place, so the target must already contain this rank's segment
-        transport.all_gather(target, _cut(target, transport))
+        transport.all_gather(target, _cut(target, transport), UNNAMED)
 
     def exchange(source: Tensor, target: Tensor) -> None:
         transport.all_to_all(target, source, [len(source) // transport.world_size] * transport.world_size)
@@ -110,15 +111,15 @@ def _collectives(transport: GroupCollectives) -> dict[str, Collective]:
         GroupCollectives._trade(transport, {0: as_bytes(source)}, {0: as_bytes(target)})
 
     def reduce_scatter(source: Tensor, target: Tensor) -> None:
-        transport.reduce_scatter(source, target)
+        transport.sum_scattered(source, target)
 
     def all_reduce(source: Tensor, target: Tensor) -> None:
         target.copy_(source)
-        transport.all_reduce(target)
+        transport.add_integers(target)
 
     def broadcast(source: Tensor, target: Tensor) -> None:
         target.copy_(source)
-        transport.broadcast(target, 0)
+        transport.copy_from(0, target)
 
     return {
         "all-gather": gather,

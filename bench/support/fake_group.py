@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite.comm import context
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control import store
+from shardlite.comm.operation import Operation
 from shardlite.comm.streams import HostWork, Work
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
@@ -76,13 +77,14 @@ class HostMessages(GroupCollectives):
 
     blocking = False
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
+    def all_gather(self, full: Tensor, cut: Cut, operation: Operation) -> None:
         """Fill every segment of `full` [n] with this rank's segment."""
         del cut
+        operation.count_collective((self.world_size - 1) * full.nbytes // self.world_size)
         rows = full.view(self.world_size, -1)
         rows.copy_(rows[self.rank].clone())
 
-    def all_reduce(self, numbers: Tensor) -> None:
+    def add_integers(self, numbers: Tensor) -> None:
         """Sum `numbers` [n] over the ranks in place."""
         numbers *= self.world_size
 

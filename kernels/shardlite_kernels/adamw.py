@@ -55,8 +55,6 @@ from .rows import (
     add_rows_reference,
     arguments_of,
     check_rows,
-    count_staged,
-    numel_of,
     row_of,
     sum_rows,
     sum_tree,
@@ -253,8 +251,7 @@ def add_rows_adamw(
     check_rows("add_rows_adamw", rows, first, staged)
     check_step("add_rows_adamw", state, table, row_of(rows, staged, start, state.param.numel()))
     check_divisor("add_rows_adamw", divisor)
-    rows, unroll = arguments_of(rows, first)
-    _launch(state, table, bad, received=rows, staged=staged, start=start, divisor=divisor, first=first, unroll=unroll)
+    _launch(state, table, bad, *arguments_of(rows, first, staged, start), staged=staged, divisor=divisor)
 
 
 def adamw_reference(
@@ -320,26 +317,24 @@ def _launch(
     state: State,
     table: Table,
     bad: Tensor | None,
+    received: Tensor | None = None,
+    places: tuple[int, ...] = (0, 0, 0, 0, 0),
+    unroll: int = 0,
+    number: int = 0,
     *,
     grad: Tensor | None = None,
-    received: Tensor | None = None,
     staged: Tensor | None = None,
-    start: int = 0,
     divisor: int = 1,
     unscale: bool = False,
-    first: int | None = 0,
-    unroll: int = 0,
 ) -> None:
     """Launch the kernel with `grad` [S], with `grad` and `received` [S], or only with rows.
 
-    The rows are in `received` [W, S], and in `staged` [D] if it is not `None`.
+    The rows are in `received` [W, S], and in `staged` [D] if it is not `None`. `places`, `unroll` and `number` are
+    those of `arguments_of`.
     """
-    count = stride = number = 0
-    if grad is None and received is not None:
-        count, stride, number = len(received), received.stride(0), count_staged(received, staged, first)
     launch(
         _adamw_kernel,
-        *(state, table, grad, received, staged, bad, first or 0, count, stride, numel_of(staged), start),
+        *(state, table, grad, received, staged, bad, *places),
         float(divisor),
         n=state.param.numel(),
         block=block_of(state, grad, received, unscale=unscale),

@@ -212,14 +212,14 @@ def add_rows(
         if stats is not None:
             stats_cpu(out, stats)
         return
-    rows, unroll = arguments_of(rows, first)
+    rows, places, unroll, number = arguments_of(rows, first, staged, start)
     launch(
         _add_rows_kernel,
-        *(out, rows, staged, stats, first or 0, len(rows), rows.stride(0), numel_of(staged), start, float(divisor)),
+        *(out, rows, staged, stats, *places, float(divisor)),
         n=out.numel(),
         block=block_size(out, rows) if stats is None else stats_block(out),
         UNROLL=unroll,
-        STAGED=count_staged(rows, staged, first),
+        STAGED=number,
         NATIVE=out.dtype in NATIVE_DTYPES,
         DIVIDE=divisor > 1,
         STATS=stats is not None,
@@ -258,7 +258,7 @@ def add_rows_reference(
         stats_reference(out, stats)
 
 
-def in_ring_order(rows: Tensor, first: int, staged: Tensor | None, start: int, stop: int) -> list[Tensor]:
+def _in_ring_order(rows: Tensor, first: int, staged: Tensor | None, start: int, stop: int) -> list[Tensor]:
     """Return elements `start` to `stop` of the summands, in the order in which they are added.
 
     With `staged` [D], these elements must be on one side of element `D % S`, so that they are in one place.
@@ -273,21 +273,12 @@ def in_ring_order(rows: Tensor, first: int, staged: Tensor | None, start: int, s
     return [*found, rows[first - 1, start:stop]]
 
 
-def count_staged(rows: Tensor, staged: Tensor | None, first: int | None) -> int:
-    """Return the number of summands of which elements are staged, or `TREE` if rows are added as a tree."""
-    if first is None:
-        return _TREE
-    return 0 if staged is None else -(-len(staged) // max(rows.shape[1], 1))
-
-
 def row_of(rows: Tensor, staged: Tensor | None, start: int, numel: int) -> Tensor:
-    """Return a tensor [numel] like each summand, or one of another length if the rows do not fit."""
+    """Return the part of a row that is added, whose length and dtype those of the result must fit.
+
+    With `staged`, these are the `numel` elements from `start` on, or fewer if a row ends before.
+    """
     return rows[0] if staged is None else rows[0, start : start + numel]
-
-
-def numel_of(staged: Tensor | None) -> int:
-    """Return the number of staged elements."""
-    return 0 if staged is None else len(staged)
 
 
 def check_rows(who: str, rows: Tensor, first: int | None, staged: Tensor | None = None) -> None:
@@ -315,8 +306,10 @@ def _check_staged(who: str, rows: Tensor, first: int | None, staged: Tensor) -> 
         raise ValueError(f"{who}: {len(staged)} staged elements do not fit rows of {got}, added from row {first}")
 
 
-def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int]:
-    """Return the rows that a kernel adds, and `UNROLL`.
+def arguments_of(
+    rows: Tensor, first: int | None, staged: Tensor | None, start: int
+) -> tuple[Tensor, tuple[int, ...], int, int]:
+    """Return the rows that a kernel adds, its arguments from `begin` to `start`, `UNROLL` and `STAGED`.
 
     If a tree has too many rows to unroll, pairs of rows are added by PyTorch first. The sums of pairs are rounded to
     the dtype of the rows.
@@ -324,7 +317,11 @@ def arguments_of(rows: Tensor, first: int | None) -> tuple[Tensor, int]:
     if first is None:
         while len(rows) > _MOST_UNROLLED:
             rows = rows[::2] + rows[1::2]
-    return rows, len(rows) if len(rows) <= _MOST_UNROLLED else 0
+        number = _TREE
+    else:
+        number = 0 if staged is None else -(-len(staged) // max(rows.shape[1], 1))
+    places = first or 0, len(rows), rows.stride(0), 0 if staged is None else len(staged), start
+    return rows, places, len(rows) if len(rows) <= _MOST_UNROLLED else 0, number
 
 
 def _check(
@@ -358,7 +355,7 @@ def _add_rows_cpu(
                 half = len(rows) // 2
                 received, own = _tree_cpu(rows[:half, low:high]), _tree_cpu(rows[half:, low:high])
             else:
-                received, own = _ring_cpu(in_ring_order(rows, first, staged, low, high), memory[: high - low])
+                received, own = _ring_cpu(_in_ring_order(rows, first, staged, low, high), memory[: high - low])
             hop_cpu(out[low - start : high - start], received, own, divisor)
 
 

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from shardlite.comm.executor import BLOCK, Chunk
-from shardlite.comm.transfers import Schedule
-from shardlite.comm.transport.base import Transport
 from shardlite.errors import LayoutError
 
 CHUNK_BYTES = 8 << 20
@@ -26,7 +24,25 @@ interleaved runs: a reduce-scatter of 2 / 4 processes takes 21.6 / 111.6 with 12
 and 6.8 / 23.4.
 """
 
-_SLOTS = 2  # staging slots of a pipelined reduction: the message in one slot is added while the other slot receives
+
+class Chunk(NamedTuple):
+    """One message of a segment."""
+
+    start: int
+    """First element of the chunk, relative to the segment."""
+
+    tensor: Tensor
+
+
+Pieces = Callable[[int, int], Sequence[Chunk]]
+"""Function that returns the chunks of the piece `(segment, part)`. An empty part has no chunks."""
+
+
+class Links(Protocol):
+    """What the division of a buffer depends on: a `Transport`."""
+
+    world_size: int
+    batched: bool
 
 
 def segment_bounds(numel: int, world_size: int, cuts: Sequence[int] | None = None) -> list[tuple[int, int]]:
@@ -86,21 +102,7 @@ class Cut:
             return [min(part[1], self.longest) - min(part[0], self.longest)] * len(self.bounds)
         return [stop - start for start, stop in self.ranges(part)]
 
-    def slots(self, plan: Schedule, transport: Transport) -> int:
-        """Return the number of staging slots that a reduction needs for incoming messages."""
-        if transport.lends and not transport.batched:
-            return int(any(len(arrival.sources) > 1 for arrival in plan.program(transport.rank).arrivals))
-        if not transport.batched:
-            return _SLOTS if self.longest else 0
-        at_once = max((len(step.received) for step in plan.steps_of(transport.rank)), default=0)
-        return at_once * -(-self.longest // self.chunk)
-
-    def slot_numel(self, transport: Transport) -> int:
-        """Return the number of elements of a staging slot."""
-        most = BLOCK if transport.lends and not transport.batched else self.chunk
-        return min(most, self.longest)
-
-    def of(self, full: Tensor, parts: int = 1) -> Callable[[int, int], Sequence[Chunk]]:
+    def of(self, full: Tensor, parts: int = 1) -> Pieces:
         """Return a function that takes `(segment, part)` and returns the messages of the part as views of `full`."""
 
         def pieces(segment: int, part: int) -> Sequence[Chunk]:
@@ -123,7 +125,7 @@ class Cut:
 def cut_up(
     numel: int,
     dtype: torch.dtype,
-    transport: Transport,
+    transport: Links,
     cuts: Sequence[int] | None = None,
     chunk_bytes: int | None = None,
     grain: int = 1,

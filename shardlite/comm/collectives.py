@@ -1,44 +1,43 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-The transport selects the algorithm, `schedule.py` writes the algorithm as transfers, and `executor.py` executes the
-transfers. The drawings show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left
-neighbour `r-1` (modulo `W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which
-is optimal. The algorithm `direct` adds in the order of the ring and returns the same bits as the ring. A function
-returns when the host may use the buffers. If the transport is not `blocking`, the function returns earlier: only
-operations that are enqueued on the device's current stream afterwards may use the buffers.
+A function here checks its arguments, names the operation in errors, and asks the transport, which answers in its way:
+
+    all_gather() -> transport.all_gather()   by messages: `schedule.py` writes the algorithm as transfers, and
+                                             `transport/base.py` sends them; its docstring names the other ways
+
+The drawings show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour
+`r-1` (modulo `W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is
+optimal. The algorithm `direct` adds in the order of the ring and returns the same bits as the ring. A function returns
+when the host may use the buffers. If the transport is not `blocking`, the function returns earlier: only operations
+that are enqueued on the device's current stream afterwards may use the buffers.
 
 Legend: `W` ranks, `r` this rank, `t` a step of the ring, `n` elements in the full buffer. Segment `k` is
 `[cuts[k], cuts[k+1])`. Without `cuts` each segment has `S = ceil(n/W)` elements, but the last segments may be shorter
 or empty.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
-from shardlite_kernels import add_rows, hop, stats_block
+from shardlite_kernels import hop, stats_block
 from shardlite_kernels import stats as write_stats
 from shardlite_kernels.stats import check_stats
 from torch import Tensor
 
-from shardlite.comm import schedule
-from shardlite.comm.chunking import CHUNK_BYTES, Cut, chunk_numel, cut_up, split
-from shardlite.comm.executor import Chunk, LastHop, Rows, run_all_reduce, run_gather, run_reduce
+from shardlite.comm.chunking import CHUNK_BYTES, Cut, cut_up
 from shardlite.comm.operation import UNNAMED, Operation, Running
-from shardlite.comm.schedule import IN_RING_ORDER
-from shardlite.comm.transfers import Schedule
-from shardlite.comm.transport.base import Message, Transport
-from shardlite.comm.transport.group_collectives import FusedStep, GroupCollectives, WholeCollectives
-from shardlite.comm.transport.symmetric import SymmetricMemoryTransport
+from shardlite.comm.transport.base import FusedStep, LastHop, Parcels, StoreMean, Transport
+from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.errors import LayoutError
-
-SHORT = 32 << 10
-"""Maximum bytes of a buffer that is all-reduced in one round if the transport lends."""
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SUMMABLE = (*_FLOATS, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)  # dtypes that `hop` adds
 
 _NARROW = (torch.bfloat16, torch.float16)
+
+
+Memory = Callable[[int, torch.dtype], Tensor]
+"""Function that returns memory for a number of elements of a dtype."""
 
 
 def staging_numel(
@@ -63,24 +62,7 @@ def staging_numel(
         LayoutError: `cuts` are wrong.
     """
     cut = cut_up(numel, dtype, transport, cuts, chunk_bytes, grain)
-    if isinstance(transport, WholeCollectives):
-        return transport.rows_numel(cut, dtype.itemsize, grain)
-    return cut.slots(_reduction(transport), transport) * cut.slot_numel(transport)
-
-
-def stages_in_out(transport: Transport) -> bool:
-    """Return whether a reduction over `transport` can receive messages in `out` instead of staging memory.
-
-    The reduction then needs no staging memory if all segments are equal.
-    """
-    return transport.algorithm == "ring" and not transport.lends and not isinstance(transport, WholeCollectives)
-
-
-def rings_in_kernel(full: Tensor, transport: Transport, cuts: Sequence[int] | None = None) -> bool:
-    """Return whether one kernel reduces `full` [n] along the ring, without staging. All ranks get the same answer."""
-    if not isinstance(transport, SymmetricMemoryTransport):
-        return False
-    return transport.rings(full, cut_up(full.numel(), full.dtype, transport, cuts))
+    return transport.staging_numel(cut, dtype.itemsize)
 
 
 def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, operation: Operation = UNNAMED) -> None:
@@ -109,40 +91,7 @@ def all_gather(full: Tensor, transport: Transport, *, cut: Cut | None = None, op
         return
     cut = cut or cut_up(full.numel(), full.dtype, transport)
     with Running(operation, full):
-        if isinstance(transport, WholeCollectives):
-            start, stop = cut.bounds[transport.rank]
-            operation.count_collective((transport.world_size - 1) * (stop - start) * full.itemsize)
-            transport.all_gather(full, cut)
-            return
-        channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
-        plan = schedule.all_gather(transport.algorithm, transport.world_size, node=transport.node)
-        run_gather(channel, plan, cut.of(full, plan.parts))
-
-
-class StoreMean(NamedTuple):
-    """The last addition (the last hop) of a reduction. This last hop divides the sum and stores the mean."""
-
-    out: Tensor | None = None
-    """Memory for the result, [numel of the shard]. `None` stores the result in the shard's place in `full`."""
-
-    divisor: int = 1
-    stats: Tensor | None = None
-    """Memory for the statistics of the shard, [P, 2]: a row per block (`shardlite_kernels.stats`)."""
-
-    def __call__(self, start: int, received: Tensor | Rows, own: Tensor | None) -> None:
-        """Add `received` to `own`, or add all rows of `received` if `own` is `None`, and store the mean."""
-        part, stats = self.out, self.stats
-        assert part is not None, "reduce_scatter sets it"
-        summand = received.rows if isinstance(received, Rows) else received
-        stop = start + summand.shape[-1]
-        if stop - start < part.numel():
-            block = stats_block(part)
-            part, stats = part[start:stop], None if stats is None else stats[start // block : -(-stop // block)]
-        if isinstance(received, Rows):
-            add_rows(part, received.rows, received.first, self.divisor, stats, *received[2:])
-        else:
-            assert own is not None, "only rows have all summands"
-            hop(part, received, own, self.divisor, stats)
+        transport.all_gather(full, cut, operation)
 
 
 def reduce_scatter(
@@ -151,7 +100,7 @@ def reduce_scatter(
     *,
     cut: Cut | None = None,
     last: LastHop | None = None,
-    staging: Tensor | None = None,
+    staging: Tensor | Memory | None = None,
     operation: Operation = UNNAMED,
 ) -> Tensor:
     """Sum `full` [n] over the ranks, and return this rank's segment of the sum. The callback `last` may divide the sum.
@@ -176,16 +125,16 @@ def reduce_scatter(
     sum, each message has a whole number of blocks of statistics. So the statistics do not depend on the size of
     messages.
 
-    Messages are received in the buffer `staging`, which needs at least `staging_numel(...)` elements. If the caller
-    passes no `staging`, this function allocates the buffer. A ring needs no staging buffer if the caller passes an
-    `out` in the dtype of `full`, and all segments are equal: the ring then receives messages in `out`.
+    Messages are received in the buffer `staging`, which needs at least `staging_numel(...)` elements. Without
+    `staging`, this function allocates the buffer. A ring needs no staging buffer if the caller passes an `out` in the
+    dtype of `full`, and all segments are equal: the ring then receives messages in `out`.
 
     Args:
         full: this rank's summand, [n].
         transport: connects the ranks.
         cut: the segments and messages, as returned by `cut_up`. Defaults to equal segments.
         last: callback that makes the last addition.
-        staging: memory for messages.
+        staging: memory for messages, or a function that returns it and is called only if memory is needed.
         operation: names the operation in errors and counts.
 
     Returns:
@@ -212,22 +161,9 @@ def reduce_scatter(
         return shard if mean is None else _finished_alone(full[start:stop], shard, mean.divisor, mean.stats)
     finish = last if mean is None else mean._replace(out=shard)
     assert finish is not None, "a mean, or the caller's last hop"
+    staging = _staging(full, shard, cut, transport, staging, has_mean=mean is not None)
     with Running(operation, full):
-        if isinstance(transport, WholeCollectives):
-            across = transport.nbytes_across(cut, full.itemsize)
-            operation.count_collective((full.numel() - (stop - start)) * full.itemsize, across)
-            if mean is not None and isinstance(transport, SymmetricMemoryTransport) and transport.rings(full, cut):
-                transport.ring_reduce(shard, full, mean.divisor)
-                if mean.stats is not None:
-                    write_stats(shard, mean.stats)
-            else:
-                _reduce_rows(full, transport, cut, finish, staging)
-        else:
-            plan = _reduction(transport)
-            free = shard if mean is not None and staging is None and shard.dtype == full.dtype else None
-            slots = _slots(full, cut, plan, transport, staging, free)
-            channel = operation.channel(transport, full, cut.offsets, transport.algorithm)
-            run_reduce(channel, plan, cut.of(full, plan.parts), finish, slots)
+        transport.reduce_scatter(full, cut, finish, staging, operation)
     return shard
 
 
@@ -236,7 +172,7 @@ def ring_step(
 ) -> None:
     """Sum `full` [n] over the ranks, and update weights by AdamW with this rank's segment of the mean, in one kernel.
 
-    `rings_in_kernel()` must return true. Other ranks may call `reduce_scatter` with an fp32 `out` instead.
+    `transport.rings()` must return true. Other ranks may call `reduce_scatter` with an fp32 `out` instead.
 
     Raises:
         LayoutError: `full` is not 1-D and contiguous, or cannot be summed or divided.
@@ -244,7 +180,6 @@ def ring_step(
     """
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
-    assert isinstance(transport, SymmetricMemoryTransport), "only its kernel reduces along a ring"
     with Running(operation, full):
         operation.count_collective(full.nbytes - full.nbytes // transport.world_size)
         transport.ring_step(step, full, divisor)
@@ -256,14 +191,13 @@ def all_reduce(
     *,
     cut: Cut | None = None,
     divisor: int = 1,
-    staging: Tensor | None = None,
+    staging: Tensor | Memory | None = None,
     operation: Operation = UNNAMED,
 ) -> None:
     """Sum `full` [n] over the ranks in place, and divide the sum by `divisor`, with a reduce-scatter and an all-gather.
 
-    All ranks end with the same bits, since each segment is summed by one rank only. If the transport lends, every rank
-    sends a short buffer whole to all other ranks, and adds all segments in the order of the ring. This takes one round
-    instead of two, which saves time because the time of short messages is mostly latency.
+    All ranks end with the same bits, since each segment is summed by one rank only. Some transports add short buffers
+    at once, in one round instead of two.
 
     Args:
         full: this rank's summand, [n]; afterwards the mean.
@@ -281,19 +215,9 @@ def all_reduce(
     _check_flat("full", full)
     _check_arithmetic(full, divisor)
     cut = cut or cut_up(full.numel(), full.dtype, transport)
-    if isinstance(transport, WholeCollectives) and transport.world_size > 1 and _is_flag(full, transport):
+    if transport.world_size > 1 and transport.adds_at_once(full):
         with Running(operation, full):
-            operation.count_collective((transport.world_size - 1) * full.nbytes)
-            if full.dtype not in _FLOATS:
-                transport.all_reduce(full)
-                return
-            rows = full.repeat(transport.world_size)
-            transport.all_gather(rows, cut_up(rows.numel(), rows.dtype, transport))
-            add_rows(full, rows.view(-1, 1), 1, divisor)
-        return
-    if _is_at_once(full, transport):
-        with Running(operation, full):
-            run_all_reduce(operation.channel(transport, full, cut.offsets, "whole"), full, cut.bounds, divisor)
+            transport.all_reduce(full, cut, divisor, operation)
         return
     # The reduce-scatter and the all-gather may use the same tag: on each link, all messages of the reduce-scatter are
     # posted before the messages of the all-gather.
@@ -321,19 +245,12 @@ def broadcast(
         raise LayoutError(f"broadcast: no rank {source} in a world of {world_size}")
     if world_size == 1:
         return
-    if isinstance(transport, WholeCollectives):
-        with Running(operation, full):
-            operation.count_collective(full.nbytes)
-            transport.broadcast(full, source)
-        return
-    chunks = split(full, chunk_numel(full.dtype, chunk_bytes))
     with Running(operation, full):
-        chain = schedule.broadcast(world_size, source, parts=len(chunks))
-        run_gather(operation.channel(transport, full), chain, lambda _, part: [Chunk(0, chunks[part])])
+        transport.broadcast(full, source, operation, chunk_bytes)
 
 
 def exchange(
-    parcels: Sequence[tuple[Sequence[tuple[Tensor, int]], Sequence[tuple[Tensor, int]]]],
+    parcels: Sequence[tuple[Parcels, Parcels]],
     transport: Transport,
     numel: int,
     *,
@@ -354,17 +271,7 @@ def exchange(
     """
     described = torch.empty(numel, dtype=torch.uint8, device="meta")
     with Running(operation, described):
-        channel = operation.channel(transport, described, (), "exchange")
-        if transport.batched:
-            for departing, arriving in parcels:
-                channel.exchange(departing, arriving)
-            return
-        messages = [Message(each, peer, outgoing=False) for _, arriving in parcels for each, peer in arriving]
-        for departing, _ in parcels:
-            for each, peer in departing:
-                channel.count_sent(each)
-                messages.append(Message(each, peer, outgoing=True))
-        transport.exchange(messages, channel.tag).wait()
+        transport.swap(parcels, operation.tag(described, (), "exchange"), operation)
 
 
 def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
@@ -380,58 +287,19 @@ def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation:
     return torch.equal(both[: len(numbers)], -both[len(numbers) :])
 
 
-def _is_at_once(full: Tensor, transport: Transport) -> bool:
-    """Return whether an all-reduce takes one round, in which each rank reads the buffers of all other ranks."""
-    reads_all_ranks = transport.lends and not transport.batched and transport.world_size > 1
-    in_any_order = transport.algorithm in IN_RING_ORDER or full.dtype not in _FLOATS
-    return reads_all_ranks and in_any_order and 0 < full.nbytes <= SHORT
-
-
-def _reduction(transport: Transport) -> Schedule:
-    return schedule.reduce_scatter(transport.algorithm, transport.world_size, node=transport.node)
-
-
-def _reduce_rows(full: Tensor, transport: WholeCollectives, cut: Cut, finish: LastHop, staging: Tensor | None) -> None:
-    """Exchange the summands of this rank's segment (a row per rank), and add the summands.
-
-    If the process group can add such a buffer itself, let the process group both exchange and add the summands.
-    """
-    needed = transport.rows_numel(cut, full.itemsize, cut.grain)
-    if staging is None:
-        staging = full.new_empty(needed)
-    _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    if isinstance(transport, GroupCollectives) and transport.sums(cut):
-        finish(0, Rows(transport.reduce_scatter(full, staging)), None)
-        return
-    own = full[slice(*cut.bounds[transport.rank])]
-    for start, received in transport.rows(full, cut, staging):
-        if len(rows := received.rows) == 1:  # two ranks: this rank's own summand is added to the other rank's row
-            finish(start, rows[0], own[start : start + rows.shape[1]])
-        else:
-            finish(start, received, None)
-
-
-def _is_flag(full: Tensor, transport: Transport) -> bool:
-    """Return whether one whole all-reduce gives the bits of a ring: for integers, or for one float in ring order."""
-    return full.dtype not in _FLOATS or (full.numel() == 1 and transport.algorithm in IN_RING_ORDER)
-
-
-def _slots(
-    full: Tensor, cut: Cut, plan: Schedule, transport: Transport, staging: Tensor | None, free: Tensor | None
-) -> Sequence[Tensor]:
-    """Return slots for incoming partial sums, in `staging` or in `free`, which is unused until the last step."""
-    if free is not None and free.untyped_storage().data_ptr() == full.untyped_storage().data_ptr():
-        free = None
-    if free is not None and stages_in_out(transport) and cut.even:
-        return split(free, cut.chunk)
-    length = cut.slot_numel(transport)
-    needed = cut.slots(plan, transport) * length
-    if staging is None and not needed:
-        return ()
-    if staging is None:
-        staging = full.new_empty(needed)
-    _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
-    return split(staging[:needed], length)
+def _staging(
+    full: Tensor, shard: Tensor, cut: Cut, transport: Transport, staging: Tensor | Memory | None, *, has_mean: bool
+) -> Tensor:
+    """Return memory for messages: `staging`, or `shard` if it is unused until the last step, or new memory."""
+    if isinstance(staging, Tensor):
+        needed = transport.staging_numel(cut, full.itemsize)
+        _check_like(full, staging, (full.dtype,), needed, staging.numel(), "staging")
+        return staging
+    may_use = has_mean and shard.dtype == full.dtype and cut.even and transport.stages_in_out()
+    if may_use and full.untyped_storage().data_ptr() != shard.untyped_storage().data_ptr():
+        return shard
+    needed = 0 if has_mean and transport.rings(full, cut) else transport.staging_numel(cut, full.itemsize)
+    return full.new_empty(needed) if staging is None or not needed else staging(needed, full.dtype)
 
 
 def _finished_alone(own: Tensor, shard: Tensor, divisor: int, stats: Tensor | None) -> Tensor:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from math import prod
 from os import getpid
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shardlite.comm.streams import StreamQueue, make_queue
 from shardlite.comm.traffic import NO_UNIT, Tally, Traffic
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.gloo import GlooTransport, member_group, reconnect
-from shardlite.comm.transport.group_collectives import GlooCollectives, WholeCollectives
+from shardlite.comm.transport.group_collectives import GlooCollectives
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.config import Route
 from shardlite.telemetry import Held, Ledger, Trace
@@ -42,6 +42,10 @@ Reallocating pages costs about 1 ms per MiB on a CPU (measured with two ranks on
 
 MANY = 16
 """Minimum number of ranks that agree by collectives. Fewer ranks agree by messages from each rank to every other."""
+
+
+_TallyKey: TypeAlias = tuple[int, str, str, str]
+"""The process, the kind of operation, its purpose, and its unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +108,7 @@ class Context:
     ledger: Ledger = field(default_factory=Ledger)
     owner: Owner = field(default_factory=Owner)
     _numbers: Counter[str] = field(default_factory=Counter)
-    _tallies: dict[tuple[int, str, str], Tally] = field(default_factory=dict)
+    _tallies: dict[_TallyKey, Tally] = field(default_factory=dict)
 
     def operation(
         self, what: str, purpose: str, unit: str = NO_UNIT, *, at_any_step: bool = False, during: str = ""
@@ -125,7 +129,7 @@ class Context:
         Raises:
             CommError: this process is a forked child, which cannot communicate.
         """
-        key = getpid(), what, purpose  # a forked child finds none, and is refused
+        key: _TallyKey = getpid(), what, purpose, unit  # a forked child finds none, and is refused
         if (tally := self._tallies.get(key)) is None:
             self.owner.check()
             tally = self._tallies[key] = self.traffic.tally(purpose, unit)
@@ -291,10 +295,9 @@ def share(groups: Ranks, device: torch.device, timeout: timedelta, route: Route)
     connect_to = partial(_connect, device=device, timeout=timeout)
     in_any_order = replace(route, order="ring", parts=None)  # the order of addition affects only gradients
     transport = connect_to(groups.shard, route=in_any_order, apart=True)
-    has_tags = not (transport.batched or isinstance(transport, WholeCollectives))
     rest = replace(in_any_order, transport="auto") if route.transport == "symmetric_memory" else in_any_order
     inline = (
-        transport if has_tags else connect_to(groups.shard, route=rest),
+        transport if transport.has_tags else connect_to(groups.shard, route=rest),
         _of_replicas(groups, partial(connect_to, route=rest)),
     )
     hosts = _of_both(groups, partial(connect_hosts, timeout=timeout, route=route))

@@ -8,9 +8,7 @@ from zlib import crc32
 from torch import Tensor
 
 from shardlite.comm.control.failure_reports import FailureReports
-from shardlite.comm.executor import Channel
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport.base import Transport
 from shardlite.errors import CommError
 
 
@@ -52,9 +50,10 @@ class Operation(NamedTuple):
         what = f"{self.name}\n{self.sequence}\n{full.dtype}\n{full.numel()}\n{list(cuts)}\n{algorithm}"
         return crc32(what.encode()) & 0x7FFFFFFF
 
-    def channel(self, transport: Transport, full: Tensor, cuts: Sequence[int] = (), algorithm: str = "") -> Channel:
-        """Return the channel over which this rank takes part in the operation."""
-        return Channel(transport, self.tag(full, cuts, algorithm), self.tally)
+    def count_sent(self, chunk: Tensor) -> None:
+        """Count a sent message."""
+        if self.tally is not None:
+            self.tally.count(chunk)
 
     def count_collective(self, nbytes: int, across: int = 0) -> None:
         """Count a whole collective as one sent message of `nbytes` bytes, of which `across` bytes go to other nodes."""

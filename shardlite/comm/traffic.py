@@ -1,6 +1,6 @@
 """Traffic by unit and purpose: bytes that this rank sent, durations of operations, and waits of the computation.
 
-A unit is a sharded submodule. Every operation of a model has a tally, to which `executor.py` adds each sent message. On
+A unit is a sharded submodule. Every operation of a model has a tally, to which transports add each sent message. On
 a GPU, measuring an interval costs two events, so times are measured only after the first call of `traffic()`.
 """
 

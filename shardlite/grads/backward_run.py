@@ -4,30 +4,21 @@ Gradients are copied to buckets, and units are reduced in the order of `Reductio
 its unit's gradients are complete and the reductions of all earlier units have started. A reduction has landed when it
 is complete and its bucket is free.
 
-    HostRun     Each gradient is copied to its bucket when it arrives. If the maximum number of buckets is in use, the
-                host waits for the earliest reductions before it fills another bucket.
-    StreamRun   (GPUs) A unit's gradients are copied together on the stream of reductions, which owns the bucket's
-                memory and reuses it in stream order. Before the gradients of the next unit arrive, the program's stream
-                waits for the copies, and so for the previous reduction, on all ranks.
-
-`docs/how-it-works.md` explains why the waits of streams do not deadlock. If ranks used different units in a forward,
-the host waits instead of the stream.
+A `HostRun` copies each gradient to its bucket when it arrives. If the maximum number of buckets is in use, the host
+waits for the earliest reductions before it fills another bucket. `stream_run.py` has the run on a GPU.
 """
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections import Counter
+from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from itertools import chain
 from time import monotonic
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import FINISHED, SPARE, Moment, Work
-from shardlite.comm.streams import submit_in_turn
+from shardlite.comm import FINISHED, SPARE, Work
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import Reduction, Stepping, Terms
@@ -372,115 +363,6 @@ class HostRun(BackwardRun):
         self._record(reduction)
 
 
-class _Copies(NamedTuple):
-    """Gradients that are being copied to a bucket, and must stay alive until the copies have ended."""
-
-    gradients: Sequence[Tensor]
-    work: Work
-    reduction: int
-    """Index of the previous reduction, after which the copies are queued."""
-
-
-class StreamRun(BackwardRun):
-    """A backward whose gradients are copied to buckets on the stream of reductions."""
-
-    _on_stream = True
-
-    def __init__(self, reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> None:
-        super().__init__(reducer, mode, begin, is_complete)
-        self.copying: deque[_Copies] = deque()
-        self._in_step: Callable[[], bool] = lambda: False
-        self._began: Moment | None = None
-        # Moment after the latest gradient of each unit. A unit without a moment is reduced after all work so far.
-        self._moments: dict[Unit, Moment | None] = {}
-
-    def on_first_gradient(self, stepping: Stepping | None, in_step: Callable[[], bool]) -> None:
-        """Record the first gradient of the backward."""
-        super().on_first_gradient(stepping, in_step)
-        self._began = self._queue.operations.moment()
-        if not self._context.transport.blocking:  # with a blocking transport, a wait of the stream would block the host
-            self._in_step = in_step
-
-    def abandon_capture(self) -> None:
-        """Forget the reductions and copies of a capture that has failed."""
-        super().abandon_capture()
-        self.copying.clear()
-
-    def enter(self, unit: Unit) -> None:
-        """Record the moment after the latest gradient of the previous unit.
-
-        If the other gradients of the previous unit never arrive, this unit is reduced at the end of the backward, but
-        stream-ordered after this moment only. Without the moment, ranks that wait for this reduction would wait for the
-        whole rest of this backward.
-        """
-        last = self._last
-        if last is not None and last is not unit:
-            self._last = None
-            if last not in self.reduced:
-                self._moments[last] = self._queue.operations.moment()
-
-    def _await_turn(self, unit: Unit) -> None:
-        self._moments[unit], self._last = self._queue.operations.moment(), None
-
-    def _turn_to(self, unit: Unit) -> None:
-        self.enter(unit)
-        self.free_copied()
-        self._last = unit
-        self._moments.pop(unit, None)
-
-    def free_copied(self) -> None:
-        """Free gradients that were copied to buckets, stream-ordered after the copies."""
-        while self.copying and self._wait(self.copying[0].work, self.copying[0].reduction):
-            self.copying.popleft()
-        self._context.progress.filled(beyond=bool(self.copying))
-
-    def _wait(self, work: Work, reduction: int) -> bool:
-        if not self._in_step():
-            return super()._wait(work, reduction)
-        work.wait()
-        return True
-
-    def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
-        bucket, queue = self._buckets[unit], self._queue
-        behind = None
-        if late:
-            behind = self._moments.get(unit) if self.arrivals[unit] else self._began
-        bucket.begin_reduction()
-        self._context.trace.emit(("reduce", unit.name))  # before other threads may add what follows
-        first_bad = bucket.first_bad() if self._reducer.diagnose else None
-        is_queues = not bucket.full and not queue.keeps_bucket(bucket, self.stepping)
-        if not bucket.full:
-            self._allocate(bucket, behind, is_queues=is_queues)
-        copy_in, gradients = bucket.copy_in()
-        if behind is None:
-            reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
-        else:
-            with queue.operations.stream(behind):
-                reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
-        reduce = partial(queue.reduce_unit, unit.name, reduction.inputs)
-        copied, reduction.work = submit_in_turn(queue.operations, copy_in, reduce, behind=behind)
-        self.copying.append(_Copies(gradients, copied, len(self.started) - 1))
-        if behind is not None:
-            self._hand_over(reduction)
-        if is_queues:
-            bucket.release()
-        self._record(reduction)
-
-    def _allocate(self, bucket: Bucket, behind: Moment | None, *, is_queues: bool) -> None:
-        """Allocate a bucket's memory.
-
-        If only the queue uses the memory (`is_queues`), the memory belongs to the queue's stream. Then the bucket can
-        be released when the reduction is queued, and the next bucket can use the same memory.
-        """
-        with self._queue.operations.stream(behind) if is_queues or behind is not None else nullcontext():
-            bucket.allocate(self._context.reducing[0] if is_queues else None)
-
-    def _hand_over(self, reduction: Reduction) -> None:
-        """Let the program's stream use the results, whose memory belongs to the queue's stream."""
-        for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
-            self._context.streams.record_stream(tensor)
-
-
 def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:
     """Return whether the earliest reduction must end before a bucket is filled.
 
@@ -492,8 +374,3 @@ def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory
         saves_memory: whether to save memory rather than overlap computation with reductions.
     """
     return is_root_left if is_root else saves_memory or filled >= BUCKETS
-
-
-def open_run(reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> BackwardRun:
-    """Return the record of a new backward. `BackwardRun` describes the arguments."""
-    return (StreamRun if reducer.on_stream else HostRun)(reducer, mode, begin, is_complete)

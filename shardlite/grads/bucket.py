@@ -168,26 +168,29 @@ class Bucket:
             self.allocate()
             self._memory = self._small_memory()
         else:
-            self.full, places = [*self._memory.full], self._memory.places
-            self.places = dict(zip(self._slots, places, strict=True))
-            if self.phase is Gradients.EMPTY:
-                self.move(Gradients.FILLING)
+            self._use([*self._memory.full], self._memory.places)
         while self.early:
             self.places[(early := self.early.popitem())[0]].copy_(early[1])
             del early  # frees each gradient before the next is copied
 
     def allocate(self, carrier: Transport | None = None) -> None:
         """Allocate the full buffers. If `carrier` is not `None`, this transport allocates and sends them."""
+        full = []
         for flat in self.flats:
             numel = flat.gradients.cuts[-1]
             if carrier is None:
-                full = self.context.empty(numel, flat.reduce)
+                full.append(self.context.empty(numel, flat.reduce))
             else:
-                full = carrier.empty_persistent(numel * flat.reduce.itemsize, self.context.device).view(flat.reduce)
-            self.full.append(full)
-        self.context.ledger.track(PURPOSE, *self.full, *self.early.values())
-        cut = [view for flat, full in zip(self.flats, self.full, strict=True) for view in flat.gradients.views(full)]
-        self.places = dict(zip(self._slots, cut, strict=True))
+                memory = carrier.empty_persistent(numel * flat.reduce.itemsize, self.context.device)
+                full.append(memory.view(flat.reduce))
+        self.context.ledger.track(PURPOSE, *full, *self.early.values())
+        self._use(
+            full, [view for flat, each in zip(self.flats, full, strict=True) for view in flat.gradients.views(each)]
+        )
+
+    def _use(self, full: list[Tensor], places: Sequence[Tensor]) -> None:
+        """Use full buffers, and the place of each gradient in them."""
+        self.full, self.places = full, dict(zip(self._slots, places, strict=True))
         if self.phase is Gradients.EMPTY:
             self.move(Gradients.FILLING)
 

@@ -13,25 +13,25 @@ differ, the last addition casts its result.
 Gradients that are accumulated in shards, and not divided yet, are kept as sums over the ranks that share a model. The
 reduction that ends the accumulation adds its own sum to the kept sum, before it adds replicas and divides.
 
-If items are counted (`scale.py`), the total of the counts arrives with the flags. So the sum is divided after its
-reduction, in a separate pass over this rank's part.
+If items are counted (`scale.py`), the sums are divided when the total of the counts has arrived. After the backward,
+means become the `.grad` of shards (`results.py`).
 
-The last addition also computes the statistics of this rank's part, which norms and skipped steps need. If no such
-addition completes the mean (one rank, or replicas), a separate pass computes the statistics.
+The last addition also computes the statistics of this rank's part, which norms and skipped steps need. The ways to add
+are functions of one form, of which the last one called for a flat divides and computes statistics:
 
-After the backward, means become the `.grad` of shards. A parameter that no rank used keeps its former `.grad`. To find
-such parameters, each rank contributes one flag per parameter, and one all-reduce sums the flags. If this rank has used
-all parameters, the host does not read the sums. Otherwise it reads them, and so waits for the device.
+    _add_halves     one rank, order="tree": its two sums
+    _add_alone      one rank, whose bucket is the mean already: only statistics
+    _add_ranks      along a ring, or as the transport adds; the kernel of a last hop divides
+    _add_kept       the sum that earlier backwards of an accumulation have kept
+    _add_replicas   over the replicas of a shard; statistics take a separate pass
 
 Legend: `W` ranks that share a model, `S` elements per shard, `P` rows of statistics. A flat (flat parameter) is the
 parameters of one kind in a unit.
 """
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -39,25 +39,23 @@ from shardlite_kernels import hop, new_stats, stats, stats_block
 from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
-from shardlite.comm import Context, Operation, Rows, Transport, Work, all_gather, cut_up
-from shardlite.comm.collectives import (
+from shardlite.comm import (
+    Context,
+    FusedStep,
+    Operation,
+    Rows,
     StoreMean,
+    Work,
+    all_gather,
     all_reduce,
+    cut_up,
     reduce_scatter,
     ring_step,
-    rings_in_kernel,
-    stages_in_out,
-    staging_numel,
 )
-from shardlite.comm.transport.group_collectives import FusedStep
-from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
-from shardlite.grads.flags import SentNumbers, any_bad, warn_of
-from shardlite.grads.norm import ReducedNorm, Squares
-from shardlite.grads.options import NUMEL as OPTIONS_NUMEL
-from shardlite.grads.options import StepOptions
-from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide, divisor_of
-from shardlite.params import Flat, Unit, storage_key
+from shardlite.grads.flags import SentNumbers
+from shardlite.grads.scale import SHARE_NUMEL, Share, divide, divisor_of
+from shardlite.params import Flat, Unit
 
 
 class Mean(NamedTuple):
@@ -236,26 +234,12 @@ class ReduceQueue:
         """Reduce a unit flat by flat. Runs on the queue."""
         with self._context.traffic.running("reduce", unit):
             while inputs:
-                self.reduce_flat(inputs.popleft())
-
-    def reduce_flat(self, given: FlatReduction) -> None:
-        """Average one flat's gradients, and run the step if there is one.
-
-        A step is fused with the last addition of a ring. If an all-gather, another sum or a division by counts follows
-        that addition, the step runs after these.
-        """
-        total = None
-        if given.step is not None:
-            users, total = self._count_users(given)
-            given.step.activate(users)
-            if self._step_in_last_hop(given, given.step):
-                return
-        mean = given.mean or self._place(given.flat, given.full)
-        self._average(given, mean)
-        if total is not None:
-            divide(mean.whole, divisor_of(total))
-        if given.step is not None:
-            given.step.update(0, None, mean.whole, 1)
+                given = inputs.popleft()
+                if given.mean is not None:
+                    self._average(given, given.mean)
+                elif given.step is not None:
+                    self._step(given, given.step)
+                del given  # frees the bucket of a flat before the next flat is reduced
 
     def _before_step(self, unit: Unit, flat: Flat) -> None:
         """Wait until the weights of a flat may change, and mark them as changed.
@@ -289,37 +273,57 @@ class ReduceQueue:
         return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
-        """Reduce gradients, add the kept sum of earlier backwards, and write the result to `mean`."""
-        full, divisor, earlier, keeps = given.full, given.terms.divisor, given.earlier, given.terms.keeps
-        cuts = mean.flat.gradients.uneven_cuts
+        """Add all summands of one flat's gradients, and write the result to `mean`. The last addition divides it."""
         shard, replicas = self._context.reducing
-        if keeps:
-            replicas, divisor = None, 1
-        in_place = given.half is None and shard.world_size == 1 and mean.own.data_ptr() == full.data_ptr()
+        flat, keeps, divisor = given.flat, given.terms.keeps, given.terms.divisor
+        add: Addition = self._add_ranks
         if given.half is not None:
-            hop(mean.own, given.half, full, divisor, mean.stats)
-        elif not in_place:
-            is_sum = replicas is not None or earlier is not None
-            last = StoreMean(mean.own) if is_sum else StoreMean(mean.own, divisor, mean.stats)
-            staging = self._staging_for(full, mean)
-            cut = cut_up(len(full), full.dtype, shard, cuts, grain=stats_block(full))  # as for the staging memory
-            reduce_scatter(full, shard, cut=cut, last=last, staging=staging, operation=given.operation)
-        if earlier is not None:
-            hop(mean.own, earlier, mean.own, 1 if replicas else divisor, None if replicas else mean.stats)
-        if replicas:
-            self._reduce_over_replicas(mean.own, replicas, given)
-        if (in_place and earlier is None) or replicas:
-            stats(mean.own, mean.stats)
-        if mean.flat.rank is None and not keeps:
-            cut = cut_up(len(mean.whole), mean.whole.dtype, shard, cuts)
+            add = _add_halves
+        elif shard.world_size == 1 and mean.own.data_ptr() == given.full.data_ptr():
+            add = _add_alone
+        if given.earlier is not None:
+            add(given, mean.own, 1, None)
+            add = _add_kept
+        if replicas is not None and not keeps:
+            add(given, mean.own, 1, None)
+            add = self._add_replicas
+        add(given, mean.own, 1 if keeps else divisor, mean.stats)
+        if flat.rank is None and not keeps:
+            cut = cut_up(len(mean.whole), mean.whole.dtype, shard, flat.gradients.uneven_cuts)
             all_gather(mean.whole, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
 
-    def _reduce_over_replicas(self, own: Tensor, replicas: Transport, given: FlatReduction) -> None:
-        """Sum this rank's segment [S] over the replicas, in place, and divide it."""
-        staging = self._scratch(staging_numel(own.numel(), replicas, own.dtype), own.dtype)
+    def _add_ranks(self, given: FlatReduction, own: Tensor, divisor: int, rows: Tensor | None) -> None:
+        """Sum this rank's segment over the ranks that share a model."""
+        full, shard = given.full, self._context.reducing[0]
+        cut = cut_up(len(full), full.dtype, shard, given.flat.gradients.uneven_cuts, grain=stats_block(full))
+        last = StoreMean(own, divisor, rows)
+        reduce_scatter(full, shard, cut=cut, last=last, staging=self._scratch, operation=given.operation)
+
+    def _add_replicas(self, given: FlatReduction, own: Tensor, divisor: int, rows: Tensor | None) -> None:
+        """Sum this rank's segment over the replicas, in place."""
+        replicas = self._context.reducing[1]
+        assert replicas is not None, "there are replicas"
         operation = given.operation._replace(tally=self._context.traffic.tally("reduce over replicas", given.unit))
-        all_reduce(own, replicas, divisor=given.terms.divisor, staging=staging, operation=operation)
+        all_reduce(own, replicas, divisor=divisor, staging=self._scratch, operation=operation)
+        assert rows is not None, "no sum follows that of replicas"
+        stats(own, rows)
+
+    def _step(self, given: FlatReduction, step: Step) -> None:
+        """Average one flat's gradients, and step it with the mean.
+
+        The step is fused with the last addition of a ring. If an all-gather, another sum or a division by counts
+        follows that addition, the step runs after these.
+        """
+        users, total = self._count_users(given)
+        step.activate(users)
+        if self._step_in_last_hop(given, step):
+            return
+        mean = self._place(given.flat, given.full)
+        self._average(given, mean)
+        if total is not None:
+            divide(mean.whole, divisor_of(total))
+        step.update(0, None, mean.whole, 1)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
         """Reduce the gradients and step in the last addition, if this addition completes the mean.
@@ -331,17 +335,17 @@ class ReduceQueue:
         """
         shard, replicas = self._context.reducing
         flat, full = given.flat, given.full
-        cuts = flat.gradients.uneven_cuts
         goes_on = replicas or given.earlier is not None or given.terms.share.counted
         if goes_on or flat.rank is None or shard.world_size == 1:
             return False
-        if rings_in_kernel(full, shard, cuts):
-            if (fused := step.fused(full.numel() // shard.world_size)) is not None:
-                ring_step(full, shard, fused, divisor=given.terms.divisor, operation=given.operation)
-            return fused is not None
-        staging = self._staging_of(flat, full)
-        cut = cut_up(len(full), full.dtype, shard, cuts, grain=stats_block(full))
-        reduce_scatter(full, shard, cut=cut, last=given.last_hop, staging=staging, operation=given.operation)
+        cut = cut_up(len(full), full.dtype, shard, flat.gradients.uneven_cuts, grain=stats_block(full))
+        if not shard.rings(full, cut):
+            last, staging = given.last_hop, self._scratch
+            reduce_scatter(full, shard, cut=cut, last=last, staging=staging, operation=given.operation)
+        elif (fused := step.fused(cut.longest)) is not None:
+            ring_step(full, shard, fused, divisor=given.terms.divisor, operation=given.operation)
+        else:
+            return False
         return True
 
     def _count_users(self, given: FlatReduction) -> tuple[Tensor, Tensor | None]:
@@ -360,22 +364,6 @@ class ReduceQueue:
         users = users * ~share.disagree(sums, self._context.world_size, self._sent)
         return users, share.total(sums) if share.counted else None
 
-    def _staging_for(self, full: Tensor, mean: Mean) -> Tensor | None:
-        """Return memory for received partial sums, or `None` if they are received in the shard itself."""
-        layout = mean.flat.gradients
-        if layout.world_size == 1 or rings_in_kernel(full, self._context.reducing[0], layout.uneven_cuts):
-            return None
-        in_out = stages_in_out(self._context.reducing[0]) and mean.own.dtype == full.dtype
-        if in_out and layout.uneven_cuts is None and storage_key(mean.own) != storage_key(full):
-            return None
-        return self._staging_of(mean.flat, full)
-
-    def _staging_of(self, flat: Flat, full: Tensor) -> Tensor:
-        """Return memory for received partial sums."""
-        layout, (transport, _), grain = flat.gradients, self._context.reducing, stats_block(full)
-        numel = staging_numel(layout.full_numel, transport, full.dtype, cuts=layout.uneven_cuts, grain=grain)
-        return self._scratch(numel, full.dtype)
-
     def _scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return memory that successive operations share. The memory belongs to the stream of the queue."""
         if numel * dtype.itemsize > self._staging.numel():
@@ -384,216 +372,23 @@ class ReduceQueue:
         return self._staging.view(dtype)
 
 
-# ---- gradients of shards --------------------------------------------------------------------------------------------
+Addition = Callable[[FlatReduction, Tensor, int, Tensor | None], None]
+"""Function that adds summands to this rank's segment of a sum, [S], and divides the sum.
+
+Its arguments are the reduction, the segment, the divisor, and memory for statistics of the result or `None`.
+"""
 
 
-class GradientShards:
-    """The gradient shards of one wrapped model."""
+def _add_halves(given: FlatReduction, own: Tensor, divisor: int, rows: Tensor | None) -> None:
+    assert given.half is not None, "there are two halves"
+    hop(own, given.half, given.full, divisor, rows)
 
-    _nonfinite: Tensor | None = None
-    _judged: Sequence["weakref.ref[Tensor]"] = ()
-    """The gradients to which the flag `_nonfinite` applies."""
 
-    _reduced_norm: ReducedNorm | None = None
+def _add_alone(_: FlatReduction, own: Tensor, __: int, rows: Tensor | None) -> None:
+    if rows is not None:
+        stats(own, rows)
 
-    def __init__(
-        self, units: Sequence[Unit], context: Context, scale: Scale, *, by_blocks: bool, diagnose: bool
-    ) -> None:
-        """Initialize without gradients.
 
-        Args:
-            units: units whose shards get gradients.
-            context: the ranks.
-            scale: decides by what gradients are divided.
-            by_blocks: whether to keep the sums of squares of blocks.
-            diagnose: whether to report the names of gradients that are not finite.
-        """
-        self._units = units
-        self._shards = [shard for unit in units for flat in unit.flats for shard in flat.shards]
-        self._context = context
-        self._scale = scale
-        self._sent = SentNumbers(context.device)
-        self.options = StepOptions(context)
-        """The options of the latest steps, which travel with the gradient flags."""
-
-        self._by_blocks = by_blocks
-        self._diagnose = diagnose
-
-    def store(self, reductions: Sequence[Reduction]) -> None:
-        """Store means in the `.grad` of those shards whose parameters were used on any rank.
-
-        The reduction has computed the statistics of new means. Sums with accumulated gradients, and gradients that this
-        backward has not changed, have no statistics. A pass over their memory checks them for NaNs and infinities.
-
-        If items are counted, the means are still sums. They are divided and stored when the total has arrived. If no
-        step has used the gradients of an earlier reduction, all are divided by the total of both reductions.
-
-        Raises:
-            CommError: a peer failed, timed out or called a different operation.
-            PhaseError: ranks divide by different numbers, or only some of the backwards were counted. Raised on every
-                rank.
-        """
-        parts = [part for reduction in reductions for part in reduction.parts()]
-        if not parts:
-            return
-        counted = self._scale.counted
-        before = self._graded()
-        sums = [grad for _, grad in before] if counted else self._add_used(parts, before)
-        means = [mean for reduction in reductions for mean in reduction.means]
-        totals = torch.stack([mean.total for mean in means])
-        bad = torch.cat([totals[:, 1], any_bad(sums, self._context.device).double().reshape(1)])
-        users, self._nonfinite, total = self._exchange([used for _, _, used in parts], bad)
-        divisor = None if total is None else self._divide(means, [grad for _, grad in before], total)
-        if total is None:
-            self._scale.check_uncounted(version=self._version(), graded=bool(before))
-        for (shard, grad, used), count in zip(parts, users, strict=True):
-            if count and (counted or not used):
-                shard.grad = grad if shard.grad is None else shard.grad.add_(grad)
-        graded = self._graded()
-        of_means = zip(means, totals[:, 0].unbind(), strict=True)
-        squares = {mean.flat: self._squares(mean, total, divisor) for mean, total in of_means}
-        self._reduced_norm = None if before else ReducedNorm(squares, graded)
-        self._judged = list(map(weakref.ref, map(itemgetter(1), graded)))
-        if self._diagnose and self._nonfinite.item():
-            self._name_bad(reductions)
-
-    def _divide(self, means: Sequence[Mean], earlier: Sequence[Tensor], total: Tensor) -> Tensor:
-        """Divide the sums of a reduction, and the `earlier` gradients that no step has used. Return the divisor [].
-
-        `total` is the total of the counts of the reduction.
-        """
-        divisor, again = self._scale.divisors(total, version=self._version(), graded=bool(earlier))
-        for mean in means:
-            divide(mean.whole, divisor)
-        if again is not None:
-            for grad in earlier:
-                divide(grad, again)
-        return divisor
-
-    def _version(self) -> int:
-        """Return a number that grows with every change of the weights."""
-        return sum(unit.version() for unit in self._units)
-
-    def keep(self, reductions: Sequence[Reduction]) -> None:
-        """Keep sums in their buckets, for the reduction that ends the accumulation.
-
-        Raises:
-            CommError: a peer failed, timed out or called a different operation.
-            PhaseError: ranks divide by different numbers. Raised on every rank that shares the model.
-        """
-        used = [flag for reduction in reductions for flag in reduction.used]
-        # As many numbers as at the end of an accumulation, so that ranks that disagree receive each other's shares.
-        flags = torch.cat([self._scale.share().message(used, self._sent), self._sent([0] * (OPTIONS_NUMEL + 1))])
-        self._all_reduce_flags(flags, self._context.transports[:1])
-        self._check(flags[len(used) : -1 - OPTIONS_NUMEL], self._context.transport.world_size)
-        for reduction in reductions:
-            reduction.keep()
-
-    def _add_used(
-        self, parts: Sequence[tuple[nn.Parameter, Tensor, int]], before: Sequence[tuple[nn.Parameter, Tensor]]
-    ) -> list[Tensor]:
-        """Store the means that this rank has used, and return all gradients that have no statistics."""
-        reduced = {id(shard) for shard, _, _ in parts}
-        sums = [grad for shard, grad in before if id(shard) not in reduced]
-        for shard, grad, used in parts:
-            if shard.grad is not None:
-                sums.append(shard.grad.add_(grad) if used else shard.grad + grad)
-            elif used:
-                shard.grad = grad
-        return sums
-
-    def _squares(self, mean: Mean, whole: Tensor, divisor: Tensor | None) -> Squares:
-        """Return the sums of squares of a mean, whose sum is `whole`. `divisor` has divided the mean, if any has."""
-        blocks = mean.stats[:, 0] if self._by_blocks else None
-        if divisor is None:
-            return Squares(whole, blocks)
-        square = divisor.square()
-        return Squares(whole / square, None if blocks is None else blocks / square)
-
-    def after_steps(self, reductions: Sequence[Reduction], *, check: bool = True) -> Tensor:
-        """Clear the results after a step. Return a tensor [], which is 1 if any rank found a NaN or infinity, else 0.
-
-        Raises:
-            CommError: a peer failed, timed out or called a different operation.
-            PhaseError: `check` is set, and ranks divide by different numbers. Raised on every rank.
-        """
-        bad = [step.bad for reduction in reductions for step in reduction.steps]
-        self._reduced_norm, self._judged = None, []
-        return self._exchange([], torch.stack(bad), check=check)[1]
-
-    def reduced_norm(self) -> ReducedNorm | None:
-        """Return the record of the latest backward's gradients, or `None` if they were added to earlier gradients."""
-        return self._reduced_norm
-
-    def nonfinite(self) -> Tensor | None:
-        """Return a tensor [], 1 if a gradient of the latest backward has a NaN or infinity on any rank, else 0.
-
-        Return `None` if none of these gradients is still the `.grad` of a shard.
-        """
-        now = {id(grad) for _, grad in self._graded()}
-        return self._nonfinite if any(id(each()) in now for each in self._judged) else None
-
-    def _graded(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [(shard, shard.grad) for shard in self._shards if shard.grad is not None]
-
-    def _all_reduce_flags(self, flags: Tensor, transports: Sequence[Transport]) -> None:
-        operation = self._context.operation("gradient flags", "gradient flags")
-        for transport in transports:
-            all_reduce(flags, transport, operation=operation)
-
-    def _check(self, sums: Tensor, ranks: int) -> Tensor | None:
-        """Check that all `ranks` divide by the same number, given the sums [`SHARE_NUMEL`] of their shares.
-
-        Return a boolean tensor [], whether they do not. If it is `sums.any()`, return `None`.
-        """
-        share = self._scale.share()
-        disagree = share.disagree(sums, ranks, self._sent) if any(share.state) else None
-        self._scale.check(share, sums, ranks, disagree)
-        return disagree
-
-    def _exchange(
-        self, used: Sequence[int], bad: Tensor, *, check: bool = True
-    ) -> tuple[Sequence[int], Tensor, Tensor | None]:
-        """Exchange gradient flags with all ranks.
-
-        Args:
-            used: 1 for each parameter that this rank used, else 0.
-            bad: a number for each mean of this rank, which is above 0 if the mean has a NaN or infinity, else 0.
-
-        Returns:
-            A number per parameter, which is above 0 if any rank used the parameter; a tensor [], which is 1 if any
-            mean of any rank has a NaN or infinity, or ranks divide by different numbers, else 0; and, if items are
-            counted, their total [] in fp64.
-
-        Raises:
-            PhaseError: this rank has not used a parameter, and the host cannot wait for the flags of other ranks,
-                because a CUDA graph is captured.
-        """
-        if not all(used) and self._context.streams.captures():
-            raise PhaseError(
-                f"{list(used).count(0)} parameters got no gradient on rank {self._context.rank} while a CUDA graph is "
-                "captured, when the host cannot read whether other ranks used them: freeze them with "
-                "requires_grad_(False), or use them in every step"
-            )
-        share = self._scale.share()
-        number = bad.sum(0, keepdim=True, dtype=torch.int32)
-        flags = torch.cat([share.message(used, self._sent), self.options.message(), number])
-        self._all_reduce_flags(flags, self._context.transports)
-        sums, options = torch.split(flags[len(used) : -1], [SHARE_NUMEL, OPTIONS_NUMEL])
-        disagree = self._check(sums, self._context.world_size) if check else None
-        if check:
-            self.options.received(options)
-        anything = flags[len(used) :].any() if disagree is None else (flags[-1] > 0) | disagree
-        total = share.total(sums) if share.counted else None
-        return (used if all(used) else flags[: len(used)].tolist()), anything.to(torch.float32), total
-
-    def _name_bad(self, reductions: Sequence[Reduction]) -> None:
-        """Warn about the first gradient that is not finite, for each rank that has one."""
-        context = self._context
-        flats = [mean.flat for each in reductions for mean in each.means]
-        names = [flat.layout.slots[index].name for flat in flats for index in flat.trainable_slots]
-        is_first = [i == each.first_bad for each in reductions for i in range(len(each.used))]
-        found = torch.zeros(context.world_size, dtype=torch.int32, device=context.device)
-        found[context.rank] = is_first.index(True) + 1 if any(is_first) else 0
-        context.all_reduce_numbers(found, context.operation("whose gradients are not finite", "gradient flags"))
-        warn_of([(rank, names[index - 1]) for rank, index in enumerate(found.tolist()) if index])
+def _add_kept(given: FlatReduction, own: Tensor, divisor: int, rows: Tensor | None) -> None:
+    assert given.earlier is not None, "there is a kept sum"
+    hop(own, given.earlier, own, divisor, rows)

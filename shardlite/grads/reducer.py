@@ -26,8 +26,9 @@ from torch import Tensor
 from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket, Spares
-from shardlite.grads.reduce import GradientShards, ReduceQueue
-from shardlite.grads.scale import Scale
+from shardlite.grads.reduce import ReduceQueue
+from shardlite.grads.results import GradientShards
+from shardlite.grads.scale import SharedScale
 from shardlite.params import Unit, requires_grad_of
 
 _accumulates = attrgetter("accumulates")
@@ -114,7 +115,7 @@ class Reducer:
         self.divisor = parts or context.world_size
         """The number by which sums are divided, unless items are counted."""
 
-        self.scale = Scale(context.device, context.rank, context.world_size)
+        self.scale = SharedScale(context.device, context.rank, context.world_size)
         """Decides whether sums are divided by `divisor`, by counts, or not at all."""
 
         self.counts = True

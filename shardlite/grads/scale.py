@@ -10,14 +10,11 @@ Sums of these integers are exact in any order. So the total depends neither on t
 messages. The host does not read a count that is on a device.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, partial
+from collections.abc import Sequence
+from functools import cache
 from math import isfinite
 from numbers import Real
-from threading import local
 from typing import NamedTuple
-from weakref import ref
 
 import torch
 from shardlite_kernels import is_here, send
@@ -25,13 +22,12 @@ from torch import Tensor
 
 from shardlite.errors import PhaseError
 from shardlite.grads.flags import SentNumbers
-from shardlite.params import Flat
 from shardlite.telemetry import LaggedNumbers
 
 _BASE = 4096
 _PLACES = tuple(float(_BASE) ** power for power in (1, 0, -1, -2, -3))
-_STATE_NUMEL = 3
-SHARE_NUMEL = _STATE_NUMEL + len(_PLACES)
+STATE_NUMEL = 3
+SHARE_NUMEL = STATE_NUMEL + len(_PLACES)
 """Number of integers that a rank sends."""
 
 _BAD = -(2.0**36)
@@ -67,23 +63,23 @@ class Share(NamedTuple):
     def disagree(self, sums: Tensor, ranks: int, sent: SentNumbers) -> Tensor:
         """Return a boolean tensor [], whether ranks divide differently, given the sums [`SHARE_NUMEL`] of shares."""
         expected = [-1] if self.state == _MIXED else [ranks * each for each in self.state]
-        wrong = (sums[:_STATE_NUMEL] != sent(expected)).any()
-        return wrong | (sums[_STATE_NUMEL] < 0) if self.counted else wrong  # a bad count on some rank
+        wrong = (sums[:STATE_NUMEL] != sent(expected)).any()
+        return wrong | (sums[STATE_NUMEL] < 0) if self.counted else wrong  # a bad count on some rank
 
     def total(self, sums: Tensor) -> Tensor:
         """Return the total of all counts [] in fp64, given the sums [`SHARE_NUMEL`] of all shares.
 
         A bad count on a GPU gives NaN.
         """
-        total = (sums[_STATE_NUMEL:] * _places(sums.device)).sum()
+        total = (sums[STATE_NUMEL:] * _places(sums.device)).sum()
         return torch.where(total < 0, torch.nan, total)
 
 
 class Scale:
-    """Decides by what the gradients of one wrapped model are divided, and counts this rank's items."""
+    """Counts this rank's items. Base of `SharedScale` (several ranks) and `SoloScale` (`solo.py`)."""
 
-    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
-        """Initialize: sums are divided by the number of ranks."""
+    def __init__(self, device: torch.device) -> None:
+        """Initialize without counts."""
         self.divides = True
         """Whether sums are divided."""
 
@@ -91,14 +87,10 @@ class Scale:
         """Whether a CUDA graph will repeat what the program does now."""
 
         self._device = device
-        self._where = f"rank {rank} of {world_size}"
         self._next: Tensor | None = None  # the digits of the count of the next backward
         self._digits: Tensor | None = None  # the digits of the counts since the latest reduction
         self._backwards = self._counted = 0  # the numbers of backwards since the latest reduction
-        self._earlier: Tensor | None = None  # the total by which the gradients in `.grad` are divided
-        self._version = 0  # the version of the weights when these gradients were divided
-        self._reductions = 0
-        self._wrong: LaggedNumbers | None = None  # on a device, [1]: the first reduction in which ranks disagreed, or 0
+        self._version = 0  # the version of the weights when the gradients in `.grad` were divided
 
     def count(self, items: float | Tensor) -> None:
         """Set the number of this rank's items in the next backward.
@@ -134,11 +126,6 @@ class Scale:
         """Whether the gradients since the latest reduction are divided by counts."""
         return self._counted > 0
 
-    @property
-    def by_ranks(self) -> bool:
-        """Whether sums are divided by the number of ranks."""
-        return self.divides and not self.counted
-
     def share(self) -> Share:
         """Return this rank's share of the gradients since the latest reduction."""
         if not self._counted:
@@ -154,6 +141,38 @@ class Scale:
     def accumulates(self) -> bool:
         """Whether there were backwards since the latest reduction."""
         return self._backwards > 0
+
+    def reset(self) -> None:
+        """Forget the counts since the latest reduction, whose gradients were reduced or dropped."""
+        self._digits = None
+        self._backwards = self._counted = 0
+
+    def before_step(self) -> None:
+        """Check that gradients are divided, before an optimizer steps."""
+
+    def forget(self, *, accumulates: bool) -> None:
+        """Forget the counts of gradients in `.grad` that were used or dropped.
+
+        `accumulates` says whether other gradients are not reduced yet, so that their counts are still needed.
+        """
+        raise NotImplementedError
+
+
+class SharedScale(Scale):
+    """Decides by what the sums over several ranks are divided. Undivided gradients are in buckets, not in `.grad`."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        """Initialize: sums are divided by the number of ranks."""
+        super().__init__(device)
+        self._where = f"rank {rank} of {world_size}"
+        self._earlier: Tensor | None = None  # the total by which the gradients in `.grad` are divided
+        self._reductions = 0
+        self._wrong: LaggedNumbers | None = None  # on a device, [1]: the first reduction in which ranks disagreed, or 0
+
+    @property
+    def by_ranks(self) -> bool:
+        """Whether sums are divided by the number of ranks."""
+        return self.divides and not self.counted
 
     def divisors(self, total: Tensor, *, version: int, graded: bool) -> tuple[Tensor, Tensor | None]:
         """Add a total to that of the gradients in `.grad`, if no step has used them.
@@ -179,21 +198,10 @@ class Scale:
             PhaseError: an earlier backward was counted, and no step has used its gradients.
         """
         if graded and self._earlier is not None and self._version == version:
-            raise PhaseError(_UNCOUNTED)
-
-    def reset(self) -> None:
-        """Forget the counts since the latest reduction, whose gradients were reduced or dropped."""
-        self._digits = None
-        self._backwards = self._counted = 0
-
-    def before_step(self) -> None:
-        """Do nothing: several ranks keep undivided gradients in their buckets, not in `.grad`."""
+            raise PhaseError(UNCOUNTED)
 
     def forget(self, *, accumulates: bool) -> None:
-        """Forget the counts of gradients in `.grad` that were used or dropped.
-
-        `accumulates` says whether other gradients are not reduced yet, so that their counts are still needed.
-        """
+        """Forget the counts of gradients in `.grad` that were used or dropped."""
         self._earlier = None
         if not accumulates:
             self.reset()
@@ -208,7 +216,7 @@ class Scale:
         """
         self._reductions += 1
         if is_here(sums):
-            counted, summed, mixed = sums[:_STATE_NUMEL].tolist()
+            counted, summed, mixed = sums[:STATE_NUMEL].tolist()
             if mixed or (counted, summed, mixed) != tuple(ranks * each for each in share.state):
                 raise PhaseError(self._explain(share, counted, summed, mixed, ranks))
             return
@@ -245,95 +253,6 @@ class Scale:
         )
 
 
-class SoloScale(Scale):
-    """Divides the gradients of a single rank by counts. Autograd adds these gradients up in `.grad` of the shards.
-
-    Each gradient is divided before it is added. When a backward begins, the gradients of earlier backwards are divided
-    by the total that now includes its count. Inside `no_sync()`, they are multiplied by their total.
-    """
-
-    def __init__(self, flats: Iterable[Flat], device: torch.device, accumulates: Callable[[], bool]) -> None:
-        """Initialize without hooks. `accumulates` returns whether a backward now adds to gradients of a later one."""
-        super().__init__(device, 0, 1)
-        self._shards = [shard for flat in flats for shard in flat.shards]
-        self._complex = [shard for shard in self._shards if shard.is_complex()]
-        self._accumulates = accumulates
-        self._hooked: set[Tensor] = set()
-        self._task = -1  # the latest graph task
-        self._divisor: Tensor | None = None  # the divisor of gradients. `None`: they are not divided yet
-
-    def count(self, items: float | Tensor) -> None:
-        """Set the number of items in the next backward, as `Scale.count` does."""
-        super().count(items)
-        for shard in self._shards:
-            if shard.requires_grad and shard not in self._hooked:
-                self._hooked.add(shard)
-                # The reference is weak, because the garbage collector cannot traverse hooks.
-                shard.register_hook(partial(_divided, ref(self)))  # type: ignore[no-untyped-call]
-
-    def before_step(self) -> None:
-        """Check that gradients are divided. Resolve conjugate views, which PyTorch's optimizers cannot step.
-
-        Raises:
-            PhaseError: gradients were counted, but the accumulation has not ended.
-        """
-        if self.counted and self._divisor is None:
-            raise PhaseError(
-                "gradients were accumulated with counts, but not divided: run the last backward before a step outside "
-                "of no_sync(), or drop the gradients with zero_grad() of the model"
-            )
-        for shard in self._complex:
-            if shard.grad is not None and shard.grad.is_conj():
-                shard.grad = shard.grad.resolve_conj()
-
-    def forget(self, *, accumulates: bool) -> None:
-        """Forget the counts of gradients that were used or dropped."""
-        del accumulates  # there are no gradients other than those in `.grad`
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget the counts of gradients that were used or dropped."""
-        super().reset()
-        self._divisor = None
-
-    def divided(self, grad: Tensor) -> Tensor:
-        """Return a gradient that autograd is about to add to `.grad`, divided if the accumulation ends.
-
-        Raises:
-            PhaseError: earlier backwards of the accumulation were counted, but not this one.
-        """
-        # Nested backwards have tasks of their own. Their numbers grow, and the outermost task has the lowest number.
-        task = torch._C._current_graph_task_id()
-        if task > self._task:
-            self._task = task
-            if self.is_next_counted or not _nesting.depth:
-                self._begin()
-        return grad if self._divisor is None else quotient(grad, self._divisor)
-
-    def _begin(self) -> None:
-        version, graded = sum(shard._version for shard in self._shards), self._graded()
-        if not graded or (self._divisor is not None and version != self._version):  # the gradients were dropped or used
-            self.reset()
-        if self._next is None:
-            if self.counted:
-                raise PhaseError(_UNCOUNTED)
-            return
-        self.begin_backward(counts=True)
-        before, self._divisor, self._version = self._divisor, None, version
-        share = self.share()
-        assert share.digits is not None, "the backward was counted"
-        if not self._accumulates():
-            total = share.total(torch.cat([torch.zeros_like(share.digits[:_STATE_NUMEL]), share.digits]))
-            self._divisor = divisor_of(total)
-        if self._backwards > 1 and before is not self._divisor:
-            one = torch.ones((), dtype=torch.float64, device=self._device)
-            for grad in graded:
-                divide(grad, (one if self._divisor is None else self._divisor) / (one if before is None else before))
-
-    def _graded(self) -> list[Tensor]:
-        return [shard.grad for shard in self._shards if shard.grad is not None]
-
-
 def divisor_of(total: Tensor) -> Tensor:
     """Return the divisor for a total of counts []. It is 1 for a total of 0."""
     return torch.where(total == 0, 1.0, total)
@@ -350,30 +269,7 @@ def quotient(sums: Tensor, total: Tensor) -> Tensor:
     return (wide / total.to(wide.dtype)).to(sums.dtype)
 
 
-def _divided(scale: "ref[SoloScale]", grad: Tensor) -> Tensor:
-    there = scale()
-    return grad if there is None else there.divided(grad)
-
-
-class _Nesting(local):
-    depth = 0
-
-
-_nesting = _Nesting()
-"""How many backwards of this thread run inside another backward. A nested backward runs on the thread that calls it."""
-
-
-@contextmanager
-def nested_backward() -> Iterator[None]:
-    """Mark a backward that runs inside another, as in reentrant checkpointing. Both are one backward of the program."""
-    _nesting.depth += 1
-    try:
-        yield
-    finally:
-        _nesting.depth -= 1
-
-
-_UNCOUNTED = (
+UNCOUNTED = (
     "count_items() was called before an earlier backward whose gradients are not used yet, but not before this one. "
     "Call it before every backward whose gradients are added"
 )

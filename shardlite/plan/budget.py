@@ -15,7 +15,7 @@ import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK
 from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 
-from shardlite.comm.executor import BLOCK
+from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Placement, Plan, build_units, placement_of

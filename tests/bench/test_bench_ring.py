@@ -11,7 +11,7 @@ from bench.ring.fit import fit, predicted
 from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
 from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from shardlite.comm import collectives
-from shardlite.comm.collectives import SHORT
+from shardlite.comm.transport.loans import SHORT
 from shardlite.lab.plan.clusters import LINKS, LinkCost
 from shardlite.lab.table import differences, read_rows
 from tests.support.ranks.scripts import run_command

@@ -5,8 +5,8 @@ import torch
 
 from shardlite.comm import schedule
 from shardlite.comm.collectives import staging_numel
-from shardlite.comm.executor import BLOCK
 from shardlite.comm.operation import Operation
+from shardlite.comm.transport.loans import BLOCK
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import assert_equal_bits, cases_for, gather_everything, tensor_of
 from tests.support.transports.worlds import run

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from shardlite.comm.collectives import exchange
-from shardlite.comm.executor import _MOST_DISTANCES
 from shardlite.comm.operation import Operation
 from shardlite.comm.traffic import Tally
+from shardlite.comm.transport.batches import MOST_DISTANCES
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.nccl import MOST_IN_BATCH
 from tests.support.ranks.cluster import run_local
@@ -46,7 +46,7 @@ def test_tensors_arrive_where_they_are_sent(world_size, batched):
 
 def test_a_batch_has_no_more_messages_than_nccl_supports():
     """A parcel has at most two tensors for each other rank, and a batch has the ranks of some distances."""
-    assert 2 * _MOST_DISTANCES <= MOST_IN_BATCH
+    assert 2 * MOST_DISTANCES <= MOST_IN_BATCH
     steps = run_local(exchanged, 5, True)
     assert max(length for each in steps for length in each) <= 2 * 4
 

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.checks import _cut, _transport
 from bench.gpu.report import Report, milliseconds, synchronize
+from shardlite.comm.operation import UNNAMED
 from shardlite.lab.timer import slowest
 
 NBYTES = (16 << 20, 256 << 20, 832 << 20)
@@ -119,12 +120,12 @@ def _of_library(n: int, device: torch.device, group: dist.ProcessGroup) -> Itera
     everyone = range(ranks)
     rows[r] = r
     yield Collective(
-        "all-gather", partial(transport.all_gather, full, _cut(full, transport)), lambda: rows, [*everyone]
+        "all-gather", partial(transport.all_gather, full, _cut(full, transport), UNNAMED), lambda: rows, [*everyone]
     )
     full.fill_(r)
     yield Collective(
         "reduce-scatter",
-        partial(transport.reduce_scatter, full, other),
+        partial(transport.sum_scattered, full, other),
         lambda: other.view(ranks, -1)[:1],
         [sum(everyone)],
     )
@@ -159,5 +160,5 @@ def _by_copy_engines(n: int, device: torch.device, group: dist.ProcessGroup) -> 
     rows = full.view(group.size(), -1)
     rows[group.rank()] = group.rank()
     transport = _transport(zero, "group", dry=device.type == "cpu")
-    call = partial(transport.all_gather, full, _cut(full, transport))
+    call = partial(transport.all_gather, full, _cut(full, transport), UNNAMED)
     yield Collective("all-gather by copy engines", call, lambda: rows, [*range(group.size())])

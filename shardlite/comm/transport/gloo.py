@@ -35,7 +35,8 @@ from shardlite.comm.control.failure_reports import FailureReports, reports_of_th
 from shardlite.comm.control.interrupts import SLOW
 from shardlite.comm.control.store import all_gather_json
 from shardlite.comm.streams import HostWork, ThreadQueue, blocked
-from shardlite.comm.transport.base import Completed, Message, Pending, Transport, check_on_host
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.messages import Completed, Message, Pending, check_on_host
 from shardlite.errors import CommError, LayoutError
 from shardlite.telemetry import Ledger
 

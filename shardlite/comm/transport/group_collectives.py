@@ -40,29 +40,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import State, Table
+from shardlite_kernels import add_rows
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
-from shardlite.comm.chunking import Cut
-from shardlite.comm.executor import Rows
-from shardlite.comm.transport.base import Message, Transport
+from shardlite.comm.chunking import Cut, cut_up
+from shardlite.comm.operation import UNNAMED, Operation
+from shardlite.comm.schedule import IN_RING_ORDER
+from shardlite.comm.transport.base import LastHop, Rows, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
+from shardlite.comm.transport.messages import Message
 from shardlite.comm.transport.nccl import NcclTransport
-from shardlite.comm.transport.staging import SLICE_NBYTES, rows_of, slices_of, staged_in_bucket
+from shardlite.comm.transport.staging import SLICE_NBYTES, slices_of, staged_in_bucket
 from shardlite.errors import CommError
 from shardlite.telemetry import Ledger
 
-FusedStep = tuple[State, Table, Tensor]
-"""Arguments of the kernel that computes the mean of gradients and updates weights with this mean.
-
-The arguments are the weights and moments [S], the table of scalars for these tensors, and a flag [] for NaNs.
-"""
-
 
 class WholeCollectives(Transport):
-    """A transport of whole collectives. They have no tags, so all ranks must call them in the same order."""
+    """A transport of whole collectives. They have no tags, so all ranks must call them in the same order.
+
+    Reductions exchange the summands of a rank's segment (a row per rank), and then add the rows.
+    """
+
+    has_tags = False
 
     slice_nbytes: int
     """Maximum bytes of the rows of an exchange. A longer reduction is made in slices."""
@@ -72,59 +73,82 @@ class WholeCollectives(Transport):
         """Index of the row of `exchange_rows` that is added first, or `None` to add the rows as a balanced tree."""
         return None if self.algorithm == "halving" else (self.rank + 1) % self.world_size
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
+    @property
+    def words(self) -> str:
+        """How this transport adds, for the log."""
+        return f"sums in the order of {'a tree' if self.algorithm == 'halving' else 'the ring'}"
 
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def broadcast(self, full: Tensor, source: int, operation: Operation, chunk_bytes: int) -> None:
+        """Copy `full` [n] of rank `source` to `full` of every other rank."""
+        del chunk_bytes
+        operation.count_collective(full.nbytes)
+        self.copy_from(source, full)
+
+    def copy_from(self, source: int, full: Tensor) -> None:
+        """Copy `full` [n] of rank `source` to `full` of every other rank, uncounted."""
         raise NotImplementedError
 
-    def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` to `full` of every other rank.
+    def adds_at_once(self, full: Tensor) -> bool:
+        """Return whether one collective gives the bits of a ring: for integers, or for one float in ring order."""
+        return not full.dtype.is_floating_point or (full.numel() == 1 and self.algorithm in IN_RING_ORDER)
 
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def all_reduce(self, full: Tensor, cut: Cut, divisor: int, operation: Operation) -> None:
+        """Sum `full` [n] over the ranks in place, and divide the sum."""
+        operation.count_collective((self.world_size - 1) * full.nbytes)
+        if full.dtype.is_floating_point:
+            rows = full.repeat(self.world_size)
+            self.all_gather(rows, cut_up(rows.numel(), rows.dtype, self), UNNAMED)
+            add_rows(full, rows.view(-1, 1), 1, divisor)
+        else:
+            self.add_integers(full)
+
+    def add_integers(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place, uncounted. Integer sums are exact in any order."""
         raise NotImplementedError
 
-    def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged: a row per rank, and those that are packed to be sent."""
+        del cut, itemsize
+        return self.world_size
 
-        Raises:
-            CommError: a peer failed or is late.
+    def slices(self, cut: Cut, itemsize: int) -> Sequence[tuple[int, int]]:
+        """Return the range of elements of each slice of a segment. Every slice starts at a multiple of the grain."""
+        return slices_of(cut.longest, self.staged_rows(cut, itemsize), itemsize, cut.grain, self.slice_nbytes)
+
+    def staging_numel(self, cut: Cut, itemsize: int) -> int:
+        """Return the number of elements of the staging buffer: the staged rows of the longest slice."""
+        slices = self.slices(cut, itemsize)
+        return self.staged_rows(cut, itemsize) * max((stop - start for start, stop in slices), default=0)
+
+    def stages_in_out(self) -> bool:
+        """Return `False`, because a result has no place for rows."""
+        return False
+
+    def reduce_scatter(self, full: Tensor, cut: Cut, last: LastHop, staging: Tensor, operation: Operation) -> None:
+        """Sum this rank's segment of `full` [n] over the ranks. `last` makes all additions."""
+        start, stop = cut.bounds[self.rank]
+        operation.count_collective(full.nbytes - (stop - start) * full.itemsize, self.nbytes_across(cut, full.itemsize))
+        for summands in self.summands(full, cut, staging):
+            last(*summands)
+
+    def summands(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor | Rows, Tensor | None]]:
+        """Yield the arguments of the last hop for each slice of this rank's segment of `full` [n].
+
+        The rows are in `staging`, or also in `full`, which is overwritten. The caller may use the rows in operations
+        that it enqueues on the current stream before it requests the next slice.
         """
-        raise NotImplementedError
-
-    def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment. Every slice starts at a multiple of `grain`."""
-        return slices_of(cut.longest, self.world_size, itemsize, grain, self.slice_nbytes)
-
-    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of elements of the staging buffer that `rows` requires."""
-        slices = self.slices(cut, itemsize, grain)
-        return self.world_size * max((stop - start for start, stop in slices), default=0)
-
-    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
-        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
-
-        With two ranks, the method may yield only the other rank's row, [1, .]. `staging` has `rows_numel(...)`
-        elements. The rows are in `staging`, or also in `full`, which is overwritten. The caller may use the rows in
-        operations that it enqueues on the current stream before it requests the next slice.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        for part in self.slices(cut, full.itemsize, cut.grain):
+        for part in self.slices(cut, full.itemsize):
             rows = self.exchange_rows(full, cut, part, staging)
-            if rows.numel():  # a short segment may end before the slice begins
-                yield part[0], Rows(rows, self.first_row)
+            if len(rows) == 1:  # two ranks: this rank's own summand is added to the other rank's row
+                start = cut.bounds[self.rank][0] + part[0]
+                yield part[0], rows[0], full[start : start + rows.shape[1]]
+            elif rows.numel():  # a short segment may end before the slice begins
+                yield part[0], Rows(rows, self.first_row), None
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
 
         With two ranks, the method may return only the other rank's row, [1, .]. `part` is clipped to shorter segments.
-        `staging` has `rows_numel(...)` elements.
 
         Raises:
             CommError: a peer failed or is late.
@@ -166,13 +190,15 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self.slice_nbytes = SLICE_NBYTES
         self.holder = self._books = Ledger()
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
+    @property
+    def words(self) -> str:
+        """How this transport adds, for the log."""
+        return "fast sums" if self.fast else super().words
 
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def all_gather(self, full: Tensor, cut: Cut, operation: Operation) -> None:
+        """Fill `full` [n] in place, given this rank's segment."""
         start, stop = cut.bounds[self.rank]
+        operation.count_collective((self.world_size - 1) * (stop - start) * full.itemsize)
         rows, length = full, cut.longest
         if not cut.even:
             rows = full.new_empty(self.world_size * length)
@@ -186,24 +212,18 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             for rank, (low, high) in enumerate(cut.bounds):
                 full[low:high] = rows[rank * length :][: high - low]
 
-    def slices(self, cut: Cut, itemsize: int, grain: int) -> Sequence[tuple[int, int]]:
-        """Return the range of elements of each slice of a segment. Rows that need several slices are also packed."""
-        rows = rows_of(self.world_size)
-        slices = slices_of(cut.longest, rows, itemsize, grain, self.slice_nbytes)
-        if rows == 1 or len(slices) < 2:
-            return slices
-        return slices_of(cut.longest, 2 * rows, itemsize, grain, self.slice_nbytes)
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged. With two ranks, only the row of the other rank is received."""
+        if self.world_size == 2:
+            return 1
+        one_slice = self.world_size * cut.longest * itemsize <= self.slice_nbytes  # nothing is packed
+        return self.world_size if one_slice else 2 * self.world_size
 
-    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of elements of the staging buffer that `rows` or `reduce_scatter` requires."""
-        if self.sums(cut):
+    def staging_numel(self, cut: Cut, itemsize: int) -> int:
+        """Return the number of elements of the staging buffer, in which the received rows are, or the first of them."""
+        if self.fast and cut.even:
             return cut.longest
-        if staged := self._staged_in_bucket(cut, itemsize):
-            return staged
-        slices = self.slices(cut, itemsize, grain)
-        rows = rows_of(self.world_size)
-        rows *= 2 if rows > 1 and len(slices) > 1 else 1
-        return rows * max((stop - start for start, stop in slices), default=0)
+        return self._staged_in_bucket(cut, itemsize) or super().staging_numel(cut, itemsize)
 
     def _staged_in_bucket(self, cut: Cut, itemsize: int) -> int:
         """Return the number of elements that are staged in an exchange inside the bucket, or 0 if there is none."""
@@ -211,21 +231,20 @@ class GroupCollectives(WholeCollectives, GroupTransport):
             return 0
         return staged_in_bucket(cut.longest, self.world_size, itemsize, self.slice_nbytes)
 
-    def rows(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Rows]]:
-        """Yield, for each slice of this rank's segment of `full` [n], the slice's start and every rank's row.
+    def summands(self, full: Tensor, cut: Cut, staging: Tensor) -> Iterator[tuple[int, Tensor | Rows, Tensor | None]]:
+        """Yield the arguments of the last hop for each slice of this rank's segment of `full` [n].
 
-        With two ranks, the method may yield only the other rank's row, [1, .]. The rows of a long reduction are in
+        If the process group can add such a buffer itself, its sum is the only row. The rows of a long reduction are in
         `full` and `staging`, and those of other reductions in `staging`.
-
-        Raises:
-            CommError: a peer failed or is late.
         """
-        if not (count := self._staged_in_bucket(cut, full.itemsize)):
-            yield from super().rows(full, cut, staging)
-            return
-        staged = staging[:count]
-        self._exchange_in_bucket(full, staged)
-        yield 0, Rows(full.view(self.world_size, -1), self.first_row, staged)
+        if self.fast and cut.even:
+            yield 0, Rows(self.sum_scattered(full, staging)), None
+        elif count := self._staged_in_bucket(cut, full.itemsize):
+            staged = staging[:count]
+            self._exchange_in_bucket(full, staged)
+            yield 0, Rows(full.view(self.world_size, -1), self.first_row, staged), None
+        else:
+            yield from super().summands(full, cut, staging)
 
     def _exchange_in_bucket(self, full: Tensor, staged: Tensor) -> None:
         """Send each rank its segment of `full` [n], and receive every rank's row where `add_rows` expects it.
@@ -266,10 +285,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Return every rank's row for the range `part` of this rank's segment of `full` [n], as [W, .] in `staging`.
 
         With two ranks, the method returns only the other rank's row, [1, .], so nothing is copied within a rank. `part`
-        is clipped to shorter segments. `staging` has `rows_numel(...)` elements.
-
-        Raises:
-            CommError: a peer failed or is late.
+        is clipped to shorter segments.
         """
         if self.world_size == 2:
             ranges = cut.ranges(part)
@@ -293,27 +309,14 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         self._run("all-to-all", self._group.alltoall_base, (as_bytes(rows), as_bytes(sent)), *splits, _EXCHANGE)
         return rows.view(self.world_size, own)
 
-    def sums(self, cut: Cut) -> bool:
-        """Return whether the process group itself adds a buffer with this `cut`, by `reduce_scatter`."""
-        return self.fast and cut.even
-
-    def reduce_scatter(self, full: Tensor, staging: Tensor) -> Tensor:
-        """Return the sum of this rank's segment of `full` [n] over the ranks. The sum is a row [1, n/W] in `staging`.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def sum_scattered(self, full: Tensor, staging: Tensor) -> Tensor:
+        """Return the sum of this rank's segment of `full` [n] over the ranks, a row [1, n/W] in `staging`."""
         own = staging[: full.numel() // self.world_size]
-
         self._run("reduce-scatter", self._group._reduce_scatter_base, (own, full), _SUM_SCATTERED)
         return own.view(1, -1)
 
-    def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def add_integers(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place, uncounted. Integer sums are exact in any order."""
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), (numbers,))
 
     def largest(self, numbers: Tensor) -> None:
@@ -324,12 +327,8 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), (numbers,))
 
-    def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` to `full` of every other rank.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def copy_from(self, source: int, full: Tensor) -> None:
+        """Copy `full` [n] of rank `source` to `full` of every other rank, uncounted."""
         options = _synchronous(c10d.BroadcastOptions())
         options.rootRank = source
         self._run("broadcast", lambda full: self._group.broadcast([full], options), (as_bytes(full),))
@@ -368,12 +367,10 @@ class GlooCollectives(GroupCollectives, GlooTransport):
         self._lost: list[Sequence[Tensor]] = []
         """Tensors of failed collectives, kept so that their memory is not freed while gloo may still write to it."""
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def all_gather(self, full: Tensor, cut: Cut, operation: Operation) -> None:
+        """Fill `full` [n] in place, given this rank's segment."""
+        start, stop = cut.bounds[self.rank]
+        operation.count_collective((self.world_size - 1) * (stop - start) * full.itemsize)
         segments = [as_bytes(full[start:stop]) for start, stop in cut.bounds]
         others = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         messages = [Message(segments[peer], peer, outgoing=False) for peer in reversed(others)]

@@ -30,8 +30,9 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from shardlite.comm.control.store import all_gather_json
-from shardlite.comm.transport.base import Completed, Message, Pending
+from shardlite.comm.transport.batches import BatchTransport
 from shardlite.comm.transport.gloo import GroupTransport, InFlight, Posted, global_ranks, refused
+from shardlite.comm.transport.messages import Completed, Message, Pending
 from shardlite.config import Route
 from shardlite.errors import LayoutError
 
@@ -228,7 +229,7 @@ def _close() -> None:
         _all.pop().backend.shutdown()
 
 
-class NcclTransport(GroupTransport):
+class NcclTransport(BatchTransport, GroupTransport):
     """Messages over NCCL: over `group` (`None` is the default group), or over a communicator.
 
     The transport reserves its communicator until the transport is garbage-collected. `NcclTransport` guarantees less
@@ -240,7 +241,6 @@ class NcclTransport(GroupTransport):
     raised only for immediate failures.
     """
 
-    batched = True
     blocking = False
 
     _communicator: Communicator | None = None
@@ -257,7 +257,7 @@ class NcclTransport(GroupTransport):
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
         """Return memory [nbytes] for a long-lived buffer, registered with the communicator if the route selects it."""
         if self._communicator is None or not self._communicator.registers:
-            return super().empty_persistent(nbytes, device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._communicator.empty(nbytes)
 
     def _take_turn(self) -> None:

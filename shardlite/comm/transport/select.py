@@ -43,14 +43,7 @@ class Choice:
     def words(self) -> str:
         """Return a description of the choice in one line."""
         transport = self.transport
-        how = f"algorithm {transport.algorithm}"
-        if isinstance(transport, TwoLevelCollectives):
-            how = f"sums inside each node of {transport.node} first, both in the order of rings"
-        elif isinstance(transport, GroupCollectives) and transport.fast:
-            how = "fast sums"
-        elif isinstance(transport, WholeCollectives):
-            how = f"sums in the order of {'a tree' if transport.algorithm == 'halving' else 'the ring'}"
-        return f"{type(transport).__name__} between {transport.world_size} ranks, {how}: {self.reason}"
+        return f"{type(transport).__name__} between {transport.world_size} ranks, {transport.words}: {self.reason}"
 
 
 def connect(

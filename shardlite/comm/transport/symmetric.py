@@ -39,7 +39,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from shardlite_kernels import send, stats_block, use_triton
+from shardlite_kernels import send, stats, stats_block, use_triton
 from shardlite_kernels.device_ring import ring_reduce_adamw, ring_reduce_scatter
 from shardlite_kernels.signals import PROGRAMS, Peers, flag_numel, slots_nbytes
 from torch import Tensor
@@ -47,8 +47,10 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.control.store import TIMEOUT, all_gather_json
+from shardlite.comm.operation import UNNAMED, Operation
+from shardlite.comm.transport.base import FusedStep, LastHop, StoreMean
 from shardlite.comm.transport.gloo import Posted
-from shardlite.comm.transport.group_collectives import FusedStep, WholeCollectives, as_bytes
+from shardlite.comm.transport.group_collectives import WholeCollectives, as_bytes
 from shardlite.comm.transport.shared_memory.rendezvous import nodes_of
 from shardlite.config import devices_may_overlap
 from shardlite.errors import LayoutError
@@ -125,12 +127,10 @@ class SymmetricMemoryTransport(WholeCollectives):
         # Without this barrier, another rank might set a flag before this rank zeroes it.
         memory.barrier(_CHANNEL, self._timeout_ms)
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def all_gather(self, full: Tensor, cut: Cut, operation: Operation) -> None:
+        """Fill `full` [n] in place, given this rank's segment."""
+        start, stop = cut.bounds[self.rank]
+        operation.count_collective((self.world_size - 1) * (stop - start) * full.itemsize)
         segments = [as_bytes(full[start:stop]) for start, stop in cut.bounds]
         with self._turn("all-gather", full):
             for part in self._parts(cut.longest * full.itemsize):
@@ -138,12 +138,8 @@ class SymmetricMemoryTransport(WholeCollectives):
                 for peer in self._others:
                     _fill(segments[peer][part], windows[peer])
 
-    def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` to `full` of every other rank.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def copy_from(self, source: int, full: Tensor) -> None:
+        """Copy `full` [n] of rank `source` to `full` of every other rank, uncounted."""
         content = as_bytes(full)
         with self._turn("broadcast", full):
             for part in self._parts(full.nbytes):
@@ -151,22 +147,14 @@ class SymmetricMemoryTransport(WholeCollectives):
                 if self.rank != source:
                     _fill(content[part], windows[source])
 
-    def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+    def add_integers(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place, uncounted."""
         rows = numbers.repeat(self.world_size)
-        self.all_gather(rows, cut_up(rows.numel(), rows.dtype, self))
+        self.all_gather(rows, cut_up(rows.numel(), rows.dtype, self), UNNAMED)
         torch.sum(rows.view(self.world_size, numbers.numel()), 0, dtype=numbers.dtype, out=numbers)
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
-        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
+        """Return all ranks' rows of the elements `part` of this rank's segment of `full` [n]: [W, .] in `staging`."""
         shown = [full[start:stop] for start, stop in cut.ranges(part)]
         before = sum(each.nbytes for each in shown[: self.rank])
         own = shown[self.rank]
@@ -180,20 +168,27 @@ class SymmetricMemoryTransport(WholeCollectives):
         return rows
 
     def rings(self, full: Tensor, cut: Cut) -> bool:
-        """Return whether a ring kernel can add `full` [n] over the ranks. The result is equal on all ranks.
+        """Return whether a ring kernel can add `full` [n] over the ranks, without staging. Equal on all ranks.
 
         The dtype must be fp32, bf16 or fp16, segments must be equal, and the order of addition must not be a tree.
         """
         in_ring = self.algorithm != "halving" and full.dtype in _IN_RING
         return in_ring and use_triton(full) and cut.even and cut.longest > 0
 
+    def reduce_scatter(self, full: Tensor, cut: Cut, last: LastHop, staging: Tensor, operation: Operation) -> None:
+        """Sum this rank's segment of `full` [n] over the ranks, in a ring kernel if it can also make the last hop."""
+        if not isinstance(last, StoreMean) or last.out is None or not self.rings(full, cut):
+            super().reduce_scatter(full, cut, last, staging, operation)
+            return
+        operation.count_collective(full.nbytes - full.nbytes // self.world_size)
+        self.ring_reduce(last.out, full, last.divisor)
+        if last.stats is not None:
+            stats(last.out, last.stats)
+
     def ring_reduce(self, out: Tensor, full: Tensor, divisor: int) -> None:
         """Write the mean of this rank's segment of `full` [n], added in the order of the ring, to `out` [n/W].
 
         Partial sums are in the dtype of `full`.
-
-        Raises:
-            CommError: a peer failed or is late.
         """
         with self._ring("reduce-scatter", full) as epoch:
             ring_reduce_scatter(out, full, self._peers, epoch=epoch, divisor=divisor, wire=full.dtype)
@@ -202,9 +197,6 @@ class SymmetricMemoryTransport(WholeCollectives):
         """Update weights by AdamW with the mean that `ring_reduce` would write to an fp32 `out`.
 
         Other ranks may call `ring_reduce` instead.
-
-        Raises:
-            CommError: a peer failed or is late.
         """
         state, table, bad = step
         with self._ring("reduce-scatter with a step", full) as epoch:

@@ -29,6 +29,7 @@ from shardlite_kernels import add_rows
 from torch import Tensor
 
 from shardlite.comm.chunking import Cut
+from shardlite.comm.operation import Operation
 from shardlite.comm.transport.group_collectives import GroupCollectives, WholeCollectives
 from shardlite.errors import CommError
 
@@ -46,7 +47,7 @@ class TwoLevelCollectives(WholeCollectives):
         self.flat, self.inside, self.across = flat, inside, across
         self.rank, self.world_size, self.node = flat.rank, flat.world_size, inside.world_size
         self.batched, self.blocking = flat.batched, flat.blocking
-        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes // 2  # the other half is for sent data
+        self.holder, self.slice_nbytes = flat.holder, flat.slice_nbytes
 
     def empty_persistent(self, nbytes: int, device: torch.device) -> Tensor:
         """Return staging memory [nbytes], registered with `inside`, because `inside` sends most of the data."""
@@ -57,29 +58,22 @@ class TwoLevelCollectives(WholeCollectives):
         """Index of the row that is added first: the row of the next node."""
         return self.across.first_row
 
-    def all_gather(self, full: Tensor, cut: Cut) -> None:
-        """Fill `full` [n] in place, given this rank's segment.
+    @property
+    def words(self) -> str:
+        """How this transport adds, for the log."""
+        return f"sums inside each node of {self.node} first, both in the order of rings"
 
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.all_gather(full, cut)
+    def all_gather(self, full: Tensor, cut: Cut, operation: Operation) -> None:
+        """Fill `full` [n] in place, given this rank's segment."""
+        self.flat.all_gather(full, cut, operation)
 
-    def broadcast(self, full: Tensor, source: int) -> None:
-        """Copy `full` [n] of rank `source` to `full` of every other rank.
+    def copy_from(self, source: int, full: Tensor) -> None:
+        """Copy `full` [n] of rank `source` to `full` of every other rank, uncounted."""
+        self.flat.copy_from(source, full)
 
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.broadcast(full, source)
-
-    def all_reduce(self, numbers: Tensor) -> None:
-        """Sum integers [n] over the ranks in place. Integer sums are exact in any order.
-
-        Raises:
-            CommError: a peer failed or is late.
-        """
-        self.flat.all_reduce(numbers)
+    def add_integers(self, numbers: Tensor) -> None:
+        """Sum integers [n] over the ranks in place, uncounted."""
+        self.flat.add_integers(numbers)
 
     def nbytes_across(self, cut: Cut, itemsize: int) -> int:
         """Return the bytes that this rank sends to other nodes in a reduction."""
@@ -87,9 +81,9 @@ class TwoLevelCollectives(WholeCollectives):
         start, stop = cut.bounds[self.rank]
         return (mine - (stop - start)) * itemsize
 
-    def rows_numel(self, cut: Cut, itemsize: int, grain: int) -> int:
-        """Return the number of elements of the staging buffer. One half is for rows, the other half for sent data."""
-        return 2 * super().rows_numel(cut, itemsize, grain)
+    def staged_rows(self, cut: Cut, itemsize: int) -> int:
+        """Return how many rows of a slice are staged. One half is for rows, the other half for sent data."""
+        return 2 * self.world_size
 
     def exchange_rows(self, full: Tensor, cut: Cut, part: tuple[int, int], staging: Tensor) -> Tensor:
         """Return every node's row for the range `part` of this rank's segment of `full` [n], as [N, .] in `staging`.

@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 from bench.support.fake_group import HostMessages, as_one_rank, fake_group
 from bench.support.simulated_cuda import Clock, Cuda, Event, Stream
-from shardlite.comm.transport.base import Message, Pending
 from shardlite.comm.transport.group_collectives import NcclCollectives
+from shardlite.comm.transport.messages import Message, Pending
 from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route

@@ -15,9 +15,10 @@ from shardlite.comm.program_streams import ProgramStreams
 from shardlite.comm.streams import CudaStreamQueue, HostWork, _StreamWork
 from shardlite.comm.transport.nccl import Communicator
 from shardlite.engine.backward import Backward
-from shardlite.grads.backward_run import BackwardRun, StreamRun
+from shardlite.grads.backward_run import BackwardRun
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.reduce import ReduceQueue
+from shardlite.grads.stream_run import StreamRun
 from shardlite.weights.all_gather import GatherQueue
 from shardlite.weights.negotiation import Passes
 from shardlite.weights.unshard import Gatherer

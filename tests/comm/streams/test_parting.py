@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from shardlite.grads.backward_run import StreamRun
+from shardlite.grads.stream_run import StreamRun
 from tests.comm.streams.programs import WIDTH, WORLD_SIZE, Training, loss
 from tests.comm.streams.simulated_gpu import Gpu
 

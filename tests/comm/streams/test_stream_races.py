@@ -10,11 +10,12 @@ import torch
 
 from shardlite import PhaseError, Precision, Route
 from shardlite.comm import collectives
+from shardlite.comm.transport import base
 from shardlite.engine.backward import Backward
 from shardlite.grads import norm, scale, skip_step
-from shardlite.grads.backward_run import StreamRun
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.scale import Share
+from shardlite.grads.stream_run import StreamRun
 from shardlite.optim import in_backward
 from tests.comm.streams import programs, simulated_gpu
 from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, WORLD_SIZE, CalledOnSide, Training, TwoStreams
@@ -82,7 +83,7 @@ def test_the_memory_traffic_of_a_reduction(ranks, room, moved):
         for each in read:
             gpu.access(each, "add", writes=False)
 
-    with gpu.ranks(ranks), mock.patch.multiple(collectives, add_rows=add, hop=add):
+    with gpu.ranks(ranks), mock.patch.multiple(base, add_rows=add, hop=add):
         transport, numel = simulated_gpu._Collectives(gpu, None), BUCKET // 4
         transport.fast = room is None
         full, out = torch.empty(numel), torch.empty(numel // ranks)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from shardlite_kernels import new_stats, stats
 
-from shardlite.comm import collectives
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import staging_numel
-from shardlite.comm.transport.base import Message
+from shardlite.comm.transport import base
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.messages import Message
 from shardlite.comm.transport.staging import SLICE_NBYTES, rows_numel, staged_in_bucket
 from shardlite.telemetry import Ledger
 from tests.support.ranks.cluster import run_local
@@ -130,8 +130,8 @@ def count_a_reduction(transport, case):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_calls_additions_and_staging(ranks):
     case = Case(ranks * 128, torch.float32, 1 << 20)
-    by_rows, by_hop = (Mock(wraps=getattr(collectives, name)) for name in ("add_rows", "hop"))
-    with patch.multiple(collectives, add_rows=by_rows, hop=by_hop):
+    by_rows, by_hop = (Mock(wraps=getattr(base, name)) for name in ("add_rows", "hop"))
+    with patch.multiple(base, add_rows=by_rows, hop=by_hop):
         counted = run_local(count_a_reduction, ranks, case)
     expected = {2: (4, 32), 3: (4, 64), 4: (6, 64), 5: (8, 64), 9: (8, 128), 10: (5, 256), 16: (8, 256), 19: (6, 384)}
     if ranks in expected:

@@ -17,7 +17,7 @@ import torch
 
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather
-from shardlite.comm.operation import Operation
+from shardlite.comm.operation import UNNAMED, Operation
 from shardlite.comm.transport import symmetric
 from shardlite.comm.transport.gloo import StagedTransport
 from shardlite.comm.transport.group_collectives import NcclCollectives
@@ -86,9 +86,9 @@ def one_of_each(transport):
     ragged, rows = cut_up(300, full.dtype, transport, (0, 50, 100, 300), None), torch.empty(600)
     even = cut_up(300, full.dtype, transport, None, None)
     return {
-        "gather": launches(transport, lambda: transport.all_gather(full, even)),
-        "broadcast": launches(transport, lambda: transport.broadcast(full, 1)),
-        "count": launches(transport, lambda: transport.all_reduce(numbers)),
+        "gather": launches(transport, lambda: transport.all_gather(full, even, UNNAMED)),
+        "broadcast": launches(transport, lambda: transport.copy_from(1, full)),
+        "count": launches(transport, lambda: transport.add_integers(numbers)),
         "rows": launches(transport, lambda: transport.exchange_rows(full, even, (0, 100), torch.empty(300))),
         "ragged rows": launches(transport, lambda: transport.exchange_rows(full, ragged, (0, 60), rows)),
     }
@@ -202,13 +202,13 @@ def test_a_collective_is_behind_the_last_one_on_whatever_stream(monkeypatch):
             memory.device = CUDA
         transport, tensor = played(memory), torch.zeros(4)
         if memory.rank == 1:
-            return [transport.broadcast(tensor, 0) for _ in range(4)]
+            return [transport.copy_from(0, tensor) for _ in range(4)]
         side = torch.cuda.Stream(CUDA, priority=-1)
-        transport.broadcast(tensor, 0)
+        transport.copy_from(0, tensor)
         with cuda.on(side):
-            transport.broadcast(tensor, 0)
-            transport.broadcast(tensor, 0)
-        return transport.broadcast(tensor, 0)
+            transport.copy_from(0, tensor)
+            transport.copy_from(0, tensor)
+        return transport.copy_from(0, tensor)
 
     run_memories(body, 2)
     assert cuda.log == [

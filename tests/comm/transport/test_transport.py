@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from shardlite.comm import streams
 from shardlite.comm.operation import Operation
 from shardlite.comm.streams import ThreadQueue
-from shardlite.comm.transport.base import Message
+from shardlite.comm.transport.batches import BatchTransport
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport, reconnect
+from shardlite.comm.transport.messages import Message
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect
 from shardlite.errors import CommError, LayoutError
@@ -143,12 +144,12 @@ def test_a_batch_that_may_hang_is_not_started():
             transport.exchange(messages, tag=0)
 
 
-class Exchanges(Delegating):
+class Exchanges(Delegating, BatchTransport):
     """A transport that notes how many messages its exchanges have."""
 
     def __init__(self, transport):
         super().__init__(transport)
-        self.batched, self.batches = True, []
+        self.batches = []
 
     def exchange(self, messages, tag):
         self.batches.append(len(messages))

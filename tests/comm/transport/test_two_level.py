@@ -23,9 +23,9 @@ from shardlite.comm.schedule import formula, order_of_addition
 from shardlite.comm.schedule import reduce_scatter as schedule_of
 from shardlite.comm.traffic import Tally
 from shardlite.comm.transport import select
-from shardlite.comm.transport.base import Message
 from shardlite.comm.transport.gloo import GlooTransport
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.comm.transport.messages import Message
 from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.shared_memory import rendezvous
 from shardlite.comm.transport.two_level import TwoLevelCollectives
@@ -86,7 +86,9 @@ class Exchanging:
     def _parts(self, memory, sizes):
         return zip(memory.split(sizes), self._members, strict=True)
 
-    def all_gather(self, full, cut):
+    def all_gather(self, full, cut, operation):
+        start, stop = cut.bounds[self.rank]
+        operation.count_collective((self.world_size - 1) * (stop - start) * full.itemsize)
         parts = [full[start:stop] for start, stop in cut.bounds]
         own = parts[self.rank].clone()
         messages = [Message(each, peer, outgoing=False) for each, peer in zip(parts, self._members, strict=True)]

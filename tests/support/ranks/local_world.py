@@ -11,7 +11,8 @@ from threading import Lock
 
 from torch import Tensor
 
-from shardlite.comm.transport.base import Completed, Pending, Transport
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.messages import Completed, Pending
 from shardlite.errors import CommError
 from tests.support.patience import seconds
 

@@ -7,7 +7,8 @@ from random import Random
 import torch
 from torch import Tensor
 
-from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.messages import Loan, Message, Pending
 from tests.support.transports.delegating import Delegating
 
 

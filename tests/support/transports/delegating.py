@@ -1,20 +1,33 @@
 """Transports around transports: one that delegates, and one that counts what is sent through it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardlite.comm.traffic import Tally
-from shardlite.comm.transport.base import Loan, Message, Pending, Transport
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.batches import BatchTransport
+from shardlite.comm.transport.loans import LendingTransport
+from shardlite.comm.transport.messages import Loan, Message, Pending
 
 
 class Delegating(Transport):
-    """A transport that delegates to another one."""
+    """A transport that delegates messages to another one. Its collectives are those of the other one's kind."""
+
+    _transport: Any
+
+    def __new__(cls, transport: Transport, *_: Any, **__: Any) -> "Delegating":
+        """Make a transport that lends, or only takes batches, if `transport` does."""
+        kinds = [each for each in (BatchTransport, LendingTransport) if isinstance(transport, each)]
+        if kinds and not issubclass(cls, (BatchTransport, *kinds)):
+            cls = type(cls.__name__, (cls, *kinds), {})
+        return super().__new__(cls)
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        for name in ("rank", "world_size", "batched", "blocking", "lends", "algorithm", "node", "holder"):
+        for name in ("rank", "world_size", "blocking", "algorithm", "node", "holder"):
             setattr(self, name, getattr(transport, name))
 
     def empty(self, nbytes: int, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ from torch import nn
 
 from shardlite import AdamW, ShardLite
 from shardlite.comm.chunking import cut_up
-from shardlite.comm.operation import Operation
+from shardlite.comm.operation import UNNAMED, Operation
 from shardlite.config import Route
 from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.ring_cases import Case, assert_equal_bits, ring_sum, tensor_of
@@ -27,7 +27,7 @@ def every_dtype(transport, device):
     """From the last rank, and from each."""
     for i, dtype in enumerate(DTYPES):
         full = tensor_of(transport.rank, 1001, dtype).to(device)
-        transport.broadcast(full, transport.world_size - 1)
+        transport.copy_from(transport.world_size - 1, full)
         assert_equal_bits(
             full.cpu().view(torch.uint8), tensor_of(transport.world_size - 1, 1001, dtype).view(torch.uint8)
         )
@@ -36,7 +36,7 @@ def every_dtype(transport, device):
         start, stop = cut.bounds[transport.rank]
         gathered = torch.zeros_like(expected, device=device)
         gathered[start:stop] = expected[start:stop].to(device)
-        transport.all_gather(gathered, cut)
+        transport.all_gather(gathered, cut, UNNAMED)
         assert_equal_bits(gathered.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 

@@ -15,9 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
-from shardlite.comm.transport.base import Message, Pending, Transport
+from shardlite.comm.transport.base import Transport
+from shardlite.comm.transport.batches import BatchTransport
 from shardlite.comm.transport.gloo import GlooTransport, StagedTransport
 from shardlite.comm.transport.group_collectives import GlooCollectives
+from shardlite.comm.transport.messages import Message, Pending
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
 from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
@@ -29,12 +31,11 @@ IN_PROCESS = ("threads", "steps")
 PLAYED = ("symmetric",)
 
 
-class Batched(Delegating):
+class Batched(Delegating, BatchTransport):
     """`transport` as one that takes nothing but batches; `steps` keeps their messages."""
 
     def __init__(self, transport: Transport) -> None:
         super().__init__(transport)
-        self.batched = True
         self.steps: list[list[Message]] = []
 
     def isend(self, tensor: Tensor, peer: int, tag: int) -> Pending:

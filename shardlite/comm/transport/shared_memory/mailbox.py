@@ -138,11 +138,13 @@ class Control:
         """Return whether the place of announcement `number` of the user is free."""
         return (number - self._words[_FIRST + self._user]) & 0xFFFFFFFF <= PLACES
 
-    def announce(self, *messages: Announcement) -> None:
+    def announce(self, *messages: Announcement) -> bool:
         """Announce messages of the user to the owner, after earlier messages that still wait for a free place.
 
-        A waiting owner reads all announcements, so messages can be taken in any order.
+        A waiting owner reads all announcements, so messages can be taken in any order. Return whether any message was
+        announced. Then the user must `ring`.
         """
+        before = len(self._unannounced) + len(messages)
         self._unannounced.extend(messages)
         while self._unannounced and self.has_place(self._unannounced[0].number):
             message = self._unannounced.popleft()
@@ -152,7 +154,7 @@ class Control:
             self._words[place + 1] = _checksum(message.number, content)
             # The number is written after the content, because the number makes the content visible.
             self._words[place] = message.number & 0xFFFFFFFF
-            self.ring()
+        return len(self._unannounced) < before
 
     def ring(self) -> None:
         """Wake the owner, or keep the owner from falling asleep. Not thread-safe."""

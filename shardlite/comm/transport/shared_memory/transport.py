@@ -27,7 +27,8 @@ from torch import Tensor
 
 from shardlite.comm.control.failure_reports import reports_of_thread
 from shardlite.comm.control.interrupts import SLOW
-from shardlite.comm.transport.base import Completed, Loan, Pending, Transport, check_on_host
+from shardlite.comm.transport.loans import LendingTransport
+from shardlite.comm.transport.messages import Completed, Loan, Pending, check_on_host
 from shardlite.comm.transport.shared_memory.heap import Heap, Mapping
 from shardlite.comm.transport.shared_memory.mailbox import PLACES, Announcement, Control, Receipts
 from shardlite.config import Algorithm
@@ -100,7 +101,8 @@ class Neighbours:
             self._sent[peer] = number
             announcement = Announcement(number, tag, _kind(tensor.dtype), offset, tensor.nbytes, receipt)
             self._untaken[peer, number] = tensor
-            self._controls[peer].announce(announcement)
+            if self._controls[peer].announce(announcement):
+                self._controls[peer].ring()
         return _Departing(self, peer, tag, tensor.numel(), tensor.dtype, limit, tensor, announcement)
 
     def expect(self, arriving: "_Arriving") -> "_Arriving":
@@ -168,7 +170,8 @@ class Neighbours:
         """Read all announcements, and copy all messages that have a destination. Errors name the message `waiting`."""
         with self._lock:
             for peer in self._others:
-                self._controls[peer].announce()
+                if self._controls[peer].announce():
+                    self._controls[peer].ring()
                 try:
                     while (announcement := self._mine.read(peer, self._seen[peer] + 1)) is not None:
                         self._seen[peer] += 1
@@ -263,13 +266,12 @@ class Neighbours:
         raise CommError(f"{message} failed: {why}")
 
 
-class SharedMemoryTransport(Transport):
+class SharedMemoryTransport(LendingTransport):
     """Messages between the processes of one host. A wait for a message takes at most `timeout`.
 
     After a wait has raised a `CommError`, the transport is unusable, as with gloo, and the run must end.
     """
 
-    lends = True
     algorithm: Algorithm = "direct"
 
     def __init__(self, neighbours: Neighbours, timeout: timedelta) -> None:

@@ -91,7 +91,8 @@ def test_announcements_arrive_in_order_and_outgrow_places_and_words(first):
     for number in range(first, first + 3 * PLACES):
         assert mine.read(0, number) is None
         heard = mine.bell()
-        theirs.announce(announcement(number))
+        assert theirs.announce(announcement(number)), "so the user must ring"
+        theirs.ring()
         assert mine.bell() != heard
         assert mine.read(0, number) == announcement(number)
         assert mine.read(0, number + PLACES) is None
