@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support import suite
+from shardlite.lab import suite
 from shardlite.lab.table import RESULTS, markdown_table
 
 _COLUMNS = ("suite", "status", "seconds", "rows")

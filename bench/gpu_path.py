@@ -3,7 +3,7 @@
     python -m bench.host --gpu-path
 
 trains blocks of GPT-2 (12 parameters, checkpointed) and of Llama (9, not checkpointed) in bf16, as rank 0 of 8. Streams
-and events are simulated (`bench.support.simulated_cuda`); collectives and launches of Triton do nothing. All else runs
+and events are simulated (`shardlite.lab.simulated_cuda`); collectives and launches of Triton do nothing. All else runs
 as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference between a
 steady step of 6 blocks and one of 4, divided by 2, so they exclude the work of the root and of the step as a whole.
 
@@ -58,8 +58,6 @@ from torch.utils._pytree import tree_map_only
 
 import shardlite
 from bench.gpu.fake_ranks import RANKS, SYSTEMS
-from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
-from bench.support.simulated_cuda import Cuda
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
@@ -68,7 +66,9 @@ from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
+from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.systems import Build
 from shardlite.lab.table import Columns, Row, markdown_table, titled, where
 from shardlite.lab.timer import quantiles

@@ -6,7 +6,7 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
 
     python -m bench.host --fake 8 64 512
 
-instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
+instead simulates rank 0 of 8, 64 and 512 ranks (`shardlite.lab.fake_group`). No data is sent, so only the host works.
 The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
 elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`. The
 command leaves out launches by Triton and NCCL, events, kept buffers, clipping and casts to bf16, and blocks of `many`
@@ -50,12 +50,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
 from shardlite.lab.check import verify
+from shardlite.lab.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import on_ranks, options_of_ranks, report
 from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer

@@ -35,7 +35,7 @@ from shardlite.comm import (
     make_queue,
     reduce_scatter,
 )
-from shardlite.lab.train.gpt import GPT, GPTConfig
+from shardlite.lab.gpt import GPT, GPTConfig
 
 
 def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timedelta(minutes=10)) -> list[str]:  # noqa: B008

@@ -4,7 +4,7 @@
 
 makes the measurement of `shardlite memory --process` on the models of the other benches. The bench starts new
 processes for each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON
-object per system; `shardlite/lab/memory/measure.py` describes the keys of a row.
+object per system; `shardlite/lab/memory/recorder.py` describes the keys of a row.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
 results do not depend on fragmentation by `malloc`. `--malloc default` leaves `malloc` unchanged. `--busy N` runs N
@@ -25,13 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shardlite.lab.memory import table
-from shardlite.lab.memory.measure import measure
 from shardlite.lab.memory.plots import paint
+from shardlite.lab.memory.recorder import measure
 from shardlite.lab.memory.run import RETURNS, Program, be_rank, measure_all
 from shardlite.lab.memory.systems import SYSTEMS
-from shardlite.lab.plan.source import Source
 from shardlite.lab.table import RESULTS, Row, markdown_table, read_rows
 from shardlite.lab.workloads import WORKLOADS, Workload
+from shardlite.plan import Source
 
 
 def source_of(workload: Workload) -> Source:

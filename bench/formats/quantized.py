@@ -28,10 +28,10 @@ import torch
 import torch.distributed as dist
 
 from shardlite import AdamW, Precision, ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import on_ranks, options_of_ranks, report
 from shardlite.lab.table import Row
-from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Bytes, Corpus, draw_batch, read_corpus
 

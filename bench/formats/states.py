@@ -42,10 +42,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from shardlite import AdamW, Precision, ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import default_group, report
 from shardlite.lab.table import RESULTS, Row, differences
-from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Corpus, draw_batch, read_corpus
 

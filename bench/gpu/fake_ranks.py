@@ -24,14 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import AGAIN, Report, Times, free, in_turns, synchronize
-from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
 from shardlite import NonFiniteWarning, Precision
 from shardlite.comm import streams
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.source import Source
+from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
 from shardlite.lab.systems import Build, Trainer, build_floor_in_bf16, build_format, build_fsdp2, build_shardlite
 from shardlite.lab.timer import percentile
 from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite.plan import Planner, Setting, Source
 
 RANKS = 8
 

@@ -291,7 +291,7 @@ def located(rows: Sequence[Row]) -> list[Row]:
 def finish(folder: Path) -> str:
     """Write the tables of the rows, and the archive. Return the table of all probes."""
     from bench.gpu.table import render_summary
-    from bench.support.table import render
+    from shardlite.lab.table import render
 
     rows = located(_read(folder / ROWS))
     (folder / ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

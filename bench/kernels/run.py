@@ -37,8 +37,7 @@ import torch
 from shardlite_kernels.launch import INTERPRET
 
 from bench.kernels.chain import chains
-from bench.kernels.peers import peers, raw_fused
-from bench.kernels.timing import (
+from bench.kernels.clock import (
     VERIFIED,
     Clock,
     DeviceClock,
@@ -52,6 +51,7 @@ from bench.kernels.timing import (
     time_runs,
     verify,
 )
+from bench.kernels.peers import peers, raw_fused
 from bench.kernels.work import works
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import report

@@ -32,10 +32,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import on_ranks, options_of_ranks, report
 from shardlite.lab.table import RESULTS, Row, markdown_table, where
-from shardlite.lab.train.gpt import GPT
 from shardlite.lab.train.optimizers import make_optimizer
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, read_corpus

@@ -34,10 +34,10 @@ import torch
 import torch.distributed as dist
 
 from bench.optimizers import sweep
+from bench.optimizers.builds import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.check import verify
 from bench.optimizers.libraries import LIBRARIES, installed
 from bench.optimizers.peers import missing
-from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.wire import sent_in_update
 from shardlite.lab.ranks import on_ranks, options_of_ranks
 from shardlite.lab.systems import Build

@@ -18,7 +18,7 @@ ranks. There is one JSON object (`"bench": "ring"`) per operation, size and syst
 | `goal`, `reached` | the intended `speedup`, and whether it was reached |
 | `load` | load average of the machine in the minute before the size was measured |
 
-For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.lab.plan.clusters`) that
+For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.plan`) that
 best explains the transport's times (`key` names the kind of time), and with the error of the fit.
 """
 
@@ -36,18 +36,18 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from bench.ring.cases import GLOO, NCCL, OPERATIONS, Case, System, cases
 from bench.ring.fit import fit, predicted
-from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from shardlite.cli.doctor.trials import start_together
 from shardlite.comm.chunking import CHUNK_BYTES
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
 from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.plan.clusters import LINKS
 from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
 from shardlite.lab.table import Row, differences, markdown_table, replace_rows, where
 from shardlite.lab.timer import Times, percentile, seconds
+from shardlite.plan import LINKS
 
 SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
 """4 KiB to 64 MiB."""

@@ -35,19 +35,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.ring import run as ring
-from bench.ring.systems import GLOO, System
+from bench.ring.cases import GLOO, System
 from bench.scale import simulated
 from bench.scale.table import paint, render
-from bench.support.table import rows_for
 from shardlite.lab.check import verify
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.plan.clusters import CLUSTERS
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.ranks import one_of_them, report, start_ranks
 from shardlite.lab.systems import SYSTEMS, Build
-from shardlite.lab.table import RESULTS, Row, read_rows, write_rows
+from shardlite.lab.table import RESULTS, Row, read_rows, rows_for, write_rows
 from shardlite.lab.timer import WARM_UP, milliseconds, percentile, seconds, time_steps
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload
+from shardlite.plan import CLUSTERS
 
 SYSTEM = "stage3"
 

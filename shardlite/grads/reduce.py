@@ -61,6 +61,7 @@ from shardlite.grads.flags import SentNumbers, any_bad, warn_of
 from shardlite.grads.norm import ReducedNorm, Squares
 from shardlite.grads.options import NUMEL as OPTIONS_NUMEL
 from shardlite.grads.options import StepOptions
+from shardlite.grads.policy import mean_stays
 from shardlite.grads.scale import SHARE_NUMEL, Scale, Share, divide, divisor_of
 from shardlite.params import Flat, Unit, storage_key
 
@@ -204,8 +205,8 @@ class ReduceQueue:
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
-        stays = self._stage < 2 or bucket.unit.replicated or self._context.transport.world_size == 1
-        return stepping is None and stays
+        whole, ranks = self._stage == 0 or bucket.unit.replicated, self._context.transport.world_size
+        return stepping is None and mean_stays(self._stage, ranks, whole)
 
     def prepare(self, bucket: Bucket, terms: Terms, first_bad: int | None, *, died: bool) -> Reduction:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
@@ -281,12 +282,13 @@ class ReduceQueue:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
         layout, dtype, rank = flat.gradients, flat.master.to_real(), self._context.transport.rank
         start, stop = layout.cuts[rank], layout.cuts[rank + 1]
+        stays = full.dtype == dtype and mean_stays(self._stage, len(layout.cuts) - 1, flat.rank is None)
         if keeps:
             whole = own = full.new_empty(stop - start, dtype=dtype)
         elif flat.rank is None:
-            whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
+            whole = full if stays else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
-        elif (self._stage == 1 or len(layout.cuts) == 2) and full.dtype == dtype:
+        elif stays:
             whole = own = full[start:stop]
         else:
             whole = own = full.new_empty(stop - start, dtype=dtype)

@@ -1,6 +1,6 @@
 """Bytes that each GPU sends in a step inside its node and across nodes, for each arrangement of ranks.
 
-    python -m bench.support.links
+    python -m shardlite.lab.links
 
 prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL,
 gathers are rings over all network cards of a node, and so are reductions with `reduce="fast"`. In such a ring, one of

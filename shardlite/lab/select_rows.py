@@ -1,6 +1,6 @@
 """Select the rows of a table, from the newest run of `python -m bench` that has matching rows, or from named files.
 
-    python -m bench.support.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
+    python -m shardlite.lab.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
 
 prints the table of the matching rows. `python -m bench` writes the rows of all benches to one file,
 `MACHINE-DATE.jsonl`. If no such file has the rows of a table, the page names the file of a single bench instead. The
@@ -103,7 +103,7 @@ def render(rows: Sequence[Row]) -> str:
 
 def main() -> None:
     """Print the tables of the given files, of the selected rows, or of all rows of `bench.step`."""
-    parser = argparse.ArgumentParser(prog="python -m bench.support.table", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m shardlite.lab.table", description=main.__doc__)
     parser.add_argument("files", nargs="*", help="files of rows, one JSON object per line")
     parser.add_argument(
         "--select",

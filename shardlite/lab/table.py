@@ -1,4 +1,4 @@
-"""Rows in files, and their tables. `bench.support.table` selects rows; `bench.step` defines the keys.
+"""Rows in files, and their tables. `shardlite.lab.table` selects rows; `bench.step` defines the keys.
 
 A key contains the unit of its values (`cpu_ms_p50`, `peak_bytes`). `_vs_` denotes a ratio (`ms_vs_ddp`). `names.json`
 has the names of systems, words and units.

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from shardlite.lab.gpt import BYTE_VALUES, GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.train.gpt import BYTE_VALUES, GPT
 from shardlite.lab.train.settings import GPTConfig
 
 Batch = tuple[Tensor, Tensor]

@@ -19,9 +19,9 @@ from bench.gpu.report import Report
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
 from bench.gpu.several import launch, links, pause, steps, table
 from bench.gpu.several.links import busbw
-from bench.support.simulated_cuda import Cuda, Event
 from shardlite import Route
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.lab.simulated_cuda import Cuda, Event
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import perceptrons
 

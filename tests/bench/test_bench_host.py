@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import host
-from bench.support.fake_group import launches
+from shardlite.lab.fake_group import launches
 from shardlite.lab.table import RESULTS, read_rows
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process

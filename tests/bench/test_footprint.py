@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from bench.footprint.run import render, source_of
 from shardlite import AdamW, ShardLite
 from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
-from shardlite.lab.memory.measure import compared, measure
+from shardlite.lab.memory.recorder import compared, measure
 from shardlite.lab.memory.systems import SYSTEMS
 from shardlite.lab.workloads import perceptrons
 from tests.support.patience import passes_over

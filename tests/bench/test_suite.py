@@ -8,9 +8,9 @@ import pytest
 
 import bench.__main__ as command
 from bench import step
-from bench.support import suite
-from bench.support.suite import ON_GPU, PARTS, Part, run
+from shardlite.lab import suite
 from shardlite.lab.ranks import end_group
+from shardlite.lab.suite import ON_GPU, PARTS, Part, run
 from shardlite.lab.table import read_rows
 from tests.support.patience import seconds, until
 

@@ -21,11 +21,10 @@ from shardlite.lab.memory.run import Program, measure_all
 from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
 from shardlite.lab.memory.table import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
-from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.table import RESULTS
 from shardlite.lab.workloads import WORKLOADS
-from shardlite.plan import ACTIVATIONS
+from shardlite.plan import ACTIVATIONS, Planner, RankPlan, Setting
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process

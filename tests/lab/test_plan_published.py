@@ -7,9 +7,9 @@ import torch
 
 from shardlite.config import Precision
 from shardlite.lab.plan.decoder import Decoder
-from shardlite.lab.plan.plan import Planner, Setting
 from shardlite.lab.plan.presets import PRESETS
 from shardlite.lab.plan.source import find_source
+from shardlite.plan import Planner, Setting
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,7 @@ import pytest
 from bench.gpu.land import landed
 from bench.gpu.run import PROBES, ROWS, main
 from bench.gpu.table import FAKE
-from bench.support.table import gpu_has_run
-from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.table import RESULTS, gpu_has_run, read_rows
 from tests.support.markdown import PAGES, ROOT, with_new_tables
 
 MACHINE = {"card": "NVIDIA Made-up 9000", "machine": "NVIDIA Made-up 9000; a processor, 16 cores", "torch": "2.11.0"}

@@ -11,13 +11,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlite.lab.memory.measure import Row
+from shardlite.lab.memory.recorder import Row
 from shardlite.lab.memory.table import heading, model_stem, run_stem, runs
 from shardlite.lab.memory.timeline import BACKWARD, FORWARD, ROOT, Timeline
-from shardlite.lab.plan.plan import Setting
 from shardlite.lab.plan.plots import EDGES, STYLES, new_figure
 from shardlite.lab.plan.report import COLUMNS, by_column, words
-from shardlite.lab.plan.source import Source
+from shardlite.plan import Setting, Source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -22,9 +22,8 @@ from torch.distributed import ProcessGroup
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.lab import systems
-from shardlite.lab.plan.plan import Setting
-from shardlite.lab.plan.source import Source
 from shardlite.lab.systems import OPTIONS, ZERO, Build, Trainer, flat, torch_adamw
+from shardlite.plan import Setting, Source
 
 
 @dataclass(frozen=True, kw_only=True)

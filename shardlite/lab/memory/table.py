@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from shardlite.lab.memory.measure import Row
+from shardlite.lab.memory.recorder import Row
 from shardlite.lab.memory.timeline import PURPOSES, Timeline
-from shardlite.lab.plan.plan import RankPlan, Setting
 from shardlite.lab.plan.report import words
-from shardlite.lab.plan.source import Source
 from shardlite.lab.table import aligned
-from shardlite.plan import ACTIVATIONS
+from shardlite.plan import ACTIVATIONS, RankPlan, Setting, Source
 
 _MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
 

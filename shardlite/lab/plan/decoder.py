@@ -7,8 +7,8 @@ import torch.nn.functional as F  # noqa: N812
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
+from shardlite.lab.gpt import rotate
 from shardlite.lab.plan.presets import Shape
-from shardlite.lab.train.gpt import rotate
 
 
 class Attention(nn.Module):

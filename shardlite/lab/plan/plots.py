@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlite.lab.plan.clusters import Cluster, Operation
-from shardlite.lab.plan.plan import Planner
 from shardlite.lab.plan.report import Group, by_column, words
-from shardlite.lab.plan.simulate import simulate
+from shardlite.plan import Cluster, Operation, Planner, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

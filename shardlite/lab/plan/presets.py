@@ -8,10 +8,6 @@ from typing import Literal
 from shardlite.lab.train.settings import SIZES
 
 
-class SourceError(ValueError):
-    """The model does not exist, or it cannot be created or called with fake tensors."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The shape of a decoder."""
@@ -43,10 +39,10 @@ def check_model(model: str) -> None:
     """Check that `model` is the name of a preset, is an existing path, or has the form `module:name`.
 
     Raises:
-        SourceError: `model` is none of these.
+        ValueError: `model` is none of these.
     """
     names = [*PRESETS, *(f"demo-{size}" for size in SIZES)]
     if model not in names and not Path(model).exists() and ":" not in model:
-        raise SourceError(
+        raise ValueError(
             f"--model {model!r} is neither a preset, nor a file, nor module:name; presets are {', '.join(names)}"
         )
