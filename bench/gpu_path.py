@@ -70,7 +70,8 @@ from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_gro
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.systems import Build
-from shardlite.lab.table import Columns, Row, markdown_table, titled, where
+from shardlite.lab.table import Row, markdown_table, where
+from shardlite.lab.table import render as render_rows
 from shardlite.lab.timer import quantiles
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.params import parameters
@@ -95,12 +96,6 @@ _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
 
 _COMMON = {"bench", "words", "block", "system", "ranks", "transformers", *machine()}
 """Keys of a row that are not counts."""
-
-_COLUMNS: Columns = {
-    "kernel": lambda row: row["kernel"],
-    "us per launch": lambda row: f"{row['us_p50']}",
-    "p20 to p80": lambda row: f"{row['us_p20']} to {row['us_p80']}",
-}
 
 # ---- what is trained ------------------------------------------------------------------------------------------------
 
@@ -347,7 +342,7 @@ def render(rows: Sequence[Row]) -> str:
         if counted := [row for row in rows if row.get("block") == block]:
             tables.append(_render_block(counted))
     if timed := [row for row in rows if row["bench"] == "host-launch"]:
-        tables.append(titled(timed[0]["words"], _COLUMNS, timed))
+        tables.append(render_rows(timed))
     return "\n\n".join(tables)
 
 

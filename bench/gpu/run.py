@@ -290,7 +290,7 @@ def located(rows: Sequence[Row]) -> list[Row]:
 
 def finish(folder: Path) -> str:
     """Write the tables of the rows, and the archive. Return the table of all probes."""
-    from bench.gpu.table import render_summary
+    from bench.gpu.results import render_summary
     from shardlite.lab.table import render
 
     rows = located(_read(folder / ROWS))

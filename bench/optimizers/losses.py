@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from shardlite import ShardLite
 from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.table import RESULTS, Row, markdown_table, where
+from shardlite.lab.ranks import run_bench
+from shardlite.lab.table import RESULTS, Row, markdown_table, report, where
 from shardlite.lab.train.optimizers import make_optimizer
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, read_corpus
@@ -238,7 +238,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
     say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
     rows = tune(say, options.steps, options.every)
     if group.rank() == 0:
-        report(rows, options.out / "optimizers-losses.jsonl", render)
+        report(rows, options.out / "optimizers-losses.jsonl")
         picture = (PICTURES if options.out == RESULTS else options.out) / "optimizers-losses.png"
         paint(rows, picture)
         print(f"wrote {picture}", flush=True)
@@ -246,17 +246,16 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
     return crossed is None or crossed >= options.steps
 
 
+def _check(options: argparse.Namespace) -> None:
+    if options.ranks < 1 or BATCH % options.ranks:
+        raise ValueError(f"--ranks must divide the global batch of {BATCH}, got {options.ranks}")
+    if not 1 <= options.every <= options.steps or options.steps % options.every:
+        raise ValueError(f"--every must divide --steps {options.steps}, got {options.every}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or train if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.optimizers.losses", "AdamW and Muon on the text of the demo")
-    parser.add_argument("--steps", type=int, default=400, help="steps of each run (%(default)s)")
-    parser.add_argument("--every", type=int, default=10, help="steps between two validations (%(default)s)")
-    options = parser.parse_args(arguments)
-    if options.ranks < 1 or BATCH % options.ranks:
-        parser.error(f"--ranks must divide the global batch of {BATCH}, got {options.ranks}")
-    if not 1 <= options.every <= options.steps or options.steps % options.every:
-        parser.error(f"--every must divide --steps {options.steps}, got {options.every}")
-    return on_ranks("bench.optimizers.losses", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.optimizers.losses", arguments, _run_rank, _check)
 
 
 if __name__ == "__main__":

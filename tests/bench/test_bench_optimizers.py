@@ -13,10 +13,9 @@ from bench.optimizers import run
 from bench.optimizers.builds import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
-from bench.optimizers.run import render
 from bench.optimizers.wire import Sent, sent_in_update
 from shardlite.lab.check import ResultError
-from shardlite.lab.table import read_rows
+from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.workloads import gpt, perceptrons
 from tests.support.ranks.scripts import run_command

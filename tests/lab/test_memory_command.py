@@ -10,7 +10,7 @@ from shardlite_kernels import chunk_memory
 from torch import nn
 from torch.distributed.run import get_args_parser
 
-from bench.footprint.run import source_of
+from bench.footprint import source_of
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
@@ -19,7 +19,7 @@ from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
 from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
-from shardlite.lab.memory.table import beyond, comparison
+from shardlite.lab.memory.text import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.table import RESULTS

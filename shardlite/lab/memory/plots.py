@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardlite.lab.memory.recorder import Row
-from shardlite.lab.memory.table import heading, model_stem, run_stem, runs
+from shardlite.lab.memory.text import heading, model_stem, run_stem, runs
 from shardlite.lab.memory.timeline import BACKWARD, FORWARD, ROOT, Timeline
 from shardlite.lab.plan.plots import EDGES, STYLES, new_figure
 from shardlite.lab.plan.report import COLUMNS, by_column, words

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from shardlite.cli import imported
 from shardlite.lab.gpt import GPT
-from shardlite.lab.plan.decoder import Decoder
 from shardlite.lab.plan.presets import PRESETS, check_model
 from shardlite.lab.train.settings import SIZES
 from shardlite.plan import Source, SourceError
@@ -34,9 +33,7 @@ def find_source(model: str, batch: int, context: int | None, inputs: str | None 
         SourceError: there is no such model.
     """
     check_model(model)
-    if model in PRESETS:
-        return _of_tokens(model, partial(Decoder, PRESETS[model]), PRESETS[model].context, batch, context)
-    if config := {f"demo-{name}": each for name, each in SIZES.items()}.get(model):
+    if config := {**PRESETS, **{f"demo-{name}": each for name, each in SIZES.items()}}.get(model):
         return _of_tokens(model, partial(GPT, config), config.context, batch, context)
     if Path(model).exists():
         return _of_config(Path(model), batch, context)
