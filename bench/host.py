@@ -57,9 +57,10 @@ from shardlite.lab.check import verify
 from shardlite.lab.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import on_ranks, parser_of
-from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
+from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS
 from shardlite.lab.table import Row, report, write_rows
 from shardlite.lab.timer import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")

@@ -28,9 +28,10 @@ import torch
 import torch.distributed as dist
 
 from shardlite.lab.ranks import run_bench
-from shardlite.lab.systems import Trainer, build_shardlite
+from shardlite.lab.systems import build_shardlite
 from shardlite.lab.table import Row, report
 from shardlite.lab.timer import WARM_UP, percentile, time_steps
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.negotiation import END, Negotiation, Round
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from statistics import median
 
@@ -20,71 +20,12 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def render_summary(rows: Sequence[Row]) -> str:
-    """Return a table with a line for each finished probe: status, short result, and number of failed parts."""
-    cells = [["probe", "status", "result", "s", "rows", "failed"]]
-    for ended in rows:
-        if "status" in ended:
-            found = [row for row in rows if row["probe"] == ended["probe"] and "status" not in row]
-            failed = sum("error" in row for row in found)
-            right = [row for row in found if "error" not in row]
-            short = _IN_SHORT[ended["probe"]](right) if right and ended["probe"] in _IN_SHORT else ""
-            cells.append(
-                [ended["probe"], ended["status"], short, f"{ended['seconds']:g}", str(ended["rows"]), str(failed)]
-            )
-    return markdown_table(cells, words=3)
-
-
-def _named(rows: Sequence[Row], name: Callable[[Row], str], key: str, digits: int) -> str:
-    """Return the name and value of each row that has the key, as text."""
-    return ", ".join(f"{name(row)} {row[key]:.{digits}f}" for row in rows if row.get(key) is not None)
-
-
-def _steps_in_short(rows: Sequence[Row]) -> str:
-    parts = [row for row in rows if row.get("system") not in (None, "fsdp2", "plan")]
-    by_model = groupby(parts, key=lambda row: row["model"])
-    return "step / FSDP2's: " + "; ".join(
-        f"{model}: {_named(list(some), lambda row: row['system'], 'ms_p50_vs_fsdp2', 2)}" for model, some in by_model
-    )
-
-
-def _host_in_short(rows: Sequence[Row]) -> str:
-    return "µs per unit: " + _named(rows, lambda row: row["system"], "host_us_per_unit", 0)
-
-
-def _calls_in_short(rows: Sequence[Row]) -> str:
-    both = [f"{row['call']}: {row['us']:.0f} of {row['measured_us']:.0f}" for row in rows if row.get("agree")]
-    return f"predicted µs per block: {'; '.join(both) or 'none agrees with the measured'}"
-
-
-def _graphs_in_short(rows: Sequence[Row]) -> str:
-    parts = [f"{row['captured_ms_p20'] - row['launched_ms_p20']:+.1f}" for row in rows if "captured_ms_p20" in row]
-    return "captured - launched, ms: " + ", ".join(parts)
-
-
-def _twin_in_short(rows: Sequence[Row]) -> str:
-    same = [row["same_as_stage3"] for row in rows if "same_as_stage3" in row]
-    off = max((row["off"] for row in rows if "bound" in row), default=0.0)
-    return f"{sum(same)} of {len(same)} runs have the losses of stage 3; formats are at most {100 * off:.2f} % off"
-
-
-def _bandwidth_in_short(rows: Sequence[Row]) -> str:
-    ours = [row for row in rows if row.get("system") == "shardlite"]
-    return "share of a copy: " + _named(ours, lambda row: f"{row['kernel']} ({row['format']})", "share_of_copy", 2)
-
-
-_IN_SHORT: dict[str, Callable[[list[Row]], str]] = {
-    "environment": lambda rows: f"{rows[0]['card']}, torch {rows[0]['torch']}, Triton {rows[0]['triton']}",
-    "nccl": lambda rows: f"{len(rows)} calls return early and keep the order of their stream",
-    "bits": lambda rows: f"{len(rows)} formats of kernels keep their contract",
-    "bandwidth": _bandwidth_in_short,
-    "calls": _calls_in_short,
-    "graphs": _graphs_in_short,
-    "fake8": _steps_in_short,
-    "host": _host_in_short,
-    "twin": _twin_in_short,
-    "compiled": lambda rows: "ms: " + _named(rows, lambda row: f"{row['compiled']} {row['system']}", "ms_p50", 2),
-    "pair": lambda rows: "right: " + ", ".join(f"{row['transport']} of {row['ranks']} ranks" for row in rows),
-}
+    """Return a table with a line for each finished probe: status, and number of failed parts."""
+    cells = [["probe", "status", "s", "rows", "failed"]]
+    for ended in (row for row in rows if "status" in row):
+        failed = sum("error" in row for row in rows if row["probe"] == ended["probe"])
+        cells.append([ended["probe"], ended["status"], f"{ended['seconds']:g}", str(ended["rows"]), str(failed)])
+    return markdown_table(cells, words=2)
 
 
 def _render_probe(probe: str, rows: Sequence[Row]) -> str:

@@ -14,7 +14,8 @@ from time import perf_counter, process_time, thread_time
 import torch
 import torch.distributed as dist
 
-from shardlite.lab.systems import Build, Trainer
+from shardlite.lab.systems import Build
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import Workload
 from shardlite.telemetry import Meter
 

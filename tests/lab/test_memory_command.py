@@ -18,10 +18,11 @@ from shardlite.lab.memory import predict, table
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
-from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
 from shardlite.lab.memory.text import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
 from shardlite.lab.plan.source import find_source
+from shardlite.lab.systems import MEASURED as SYSTEMS
+from shardlite.lab.systems import System, fsdp2_system, shardlite_system
 from shardlite.lab.table import RESULTS
 from shardlite.lab.workloads import WORKLOADS
 from shardlite.plan import ACTIVATIONS, Planner, RankPlan, Setting

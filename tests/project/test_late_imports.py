@@ -11,7 +11,7 @@ import shardlite
 from shardlite import plan
 from shardlite.cli import options
 from shardlite.lab.memory import command as memory_command
-from shardlite.lab.memory.systems import SYSTEMS
+from shardlite.lab.systems import MEASURED as SYSTEMS
 from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (

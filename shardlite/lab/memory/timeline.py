@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardlite import ShardLite
 from shardlite.lab.memory.recorder import take_step, warm_up
-from shardlite.lab.memory.systems import System
+from shardlite.lab.systems import System
 from shardlite.plan import ACTIVATIONS, HELD, Source, units_of
 from shardlite.telemetry import Held, Meter
 
