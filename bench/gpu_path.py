@@ -66,6 +66,7 @@ from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
+from shardlite.lab.fake_group import __file__ as fake_group_file
 from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.simulated_cuda import Cuda
@@ -88,7 +89,7 @@ _NAMED: Mapping[CodeType, str] = {
     SavedTensorHooks.unpack.__code__: "unpacked",
     backward._deliver.__code__: "gradient hooks",
 }
-_SIMULATION = str(Path(__file__).parent)
+_SIMULATION = tuple(str(Path(each).parent) for each in (__file__, fake_group_file))
 _TABLE = torch.zeros(3, 64, dtype=torch.int64)
 _SHARDLITE = tuple(str(Path(each.__file__).parent) for each in (shardlite, shardlite_kernels))
 _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}

@@ -24,7 +24,6 @@ averaging does not, or if the error of accumulated gradients exceeds rounding.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,10 +49,10 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.wire import counted
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.memory.peak import live_bytes, peak_in
 from shardlite.lab.ranks import run_bench
 from shardlite.lab.table import RESULTS, Row, markdown_table, report, where
 from shardlite.lab.timer import largest, milliseconds, rotated, seconds
-from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02
 """Maximum difference of losses from those of one process, in nats per byte.
@@ -185,17 +184,11 @@ def sent_bytes(strategy: Strategy) -> int:
 
 def memory(strategy: Strategy) -> Row:
     """Return the bytes in tensors between two steps, and their peak during a step. Collective."""
-    gc.collect()
-    with Meter[None]() as meter:
-        before = meter.live
-    steps = Steps(strategy)
+    before, steps = live_bytes(_CPU), Steps(strategy)
     for _ in range(2):  # so that the optimizer has allocated its state
         steps.take()
-    gc.collect()
-    with Meter[None]() as meter:
-        held = meter.live
-        steps.take()
-    held, peak = largest([held - before, meter.peak - before], dist.group.WORLD)
+    held, peak = live_bytes(_CPU), peak_in(steps.take, _CPU)
+    held, peak = largest([held - before, peak - before], dist.group.WORLD)
     return {"held_bytes": round(held), "peak_bytes": round(peak)}
 
 

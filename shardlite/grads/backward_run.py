@@ -109,6 +109,7 @@ class BackwardRun:
         self._begin = begin
         self._is_complete = is_complete
         self._reduces = mode.reduces
+        self._waits = [waits_for_unit(is_root, self._on_stream) for is_root in (False, True)]
         self._last: Unit | None = None  # the unit that received the latest gradient
         self._ready: set[Unit] = set()  # units whose gradients are complete, but whose reduction has not started
 
@@ -164,7 +165,7 @@ class BackwardRun:
         bucket = self._buckets[unit]
         # The root's gradients, and all on a GPU, stay in autograd's tensors until the unit's last gradient arrives. If
         # a parameter has several gradients, or gradients are kept unreduced, they are summed in the bucket.
-        stays = self._reduces and waits_for_unit(unit.is_root, self._on_stream) and id(param) not in bucket.early
+        stays = self._reduces and self._waits[unit.is_root] and id(param) not in bucket.early
         if not bucket.full and not stays:
             self._land_finished()
             self._fill(bucket)

@@ -35,6 +35,6 @@ def before_root(are_roots: Sequence[bool]) -> int:
     return max((place for place, is_root in enumerate(are_roots, 1) if not is_root), default=0)
 
 
-def mean_stays(stage: int, world_size: int, whole: bool) -> bool:
-    """Return whether a mean that needs no cast stays in its bucket. `whole`: each rank has all of the mean."""
-    return whole or stage == 1 or world_size == 1
+def mean_stays(stage: int, world_size: int) -> bool:
+    """Return whether a mean that needs no cast stays in its bucket. If each rank has all of it, it always does."""
+    return stage < 2 or world_size == 1

@@ -196,7 +196,7 @@ class ReduceQueue:
 
     def __init__(self, context: Context, stage: int) -> None:
         self._context = context
-        self._stage = stage
+        self._mean_stays = mean_stays(stage, context.transport.world_size)
         self.operations = context.queue("reduce")
         """The queue that runs reductions and copies to buckets, one after the other."""
 
@@ -205,8 +205,7 @@ class ReduceQueue:
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
-        whole, ranks = self._stage == 0 or bucket.unit.replicated, self._context.transport.world_size
-        return stepping is None and mean_stays(self._stage, ranks, whole)
+        return stepping is None and (self._mean_stays or bucket.unit.replicated)
 
     def prepare(self, bucket: Bucket, terms: Terms, first_bad: int | None, *, died: bool) -> Reduction:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
@@ -282,7 +281,7 @@ class ReduceQueue:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
         layout, dtype, rank = flat.gradients, flat.master.to_real(), self._context.transport.rank
         start, stop = layout.cuts[rank], layout.cuts[rank + 1]
-        stays = full.dtype == dtype and mean_stays(self._stage, len(layout.cuts) - 1, flat.rank is None)
+        stays = full.dtype == dtype and (self._mean_stays or flat.rank is None)
         if keeps:
             whole = own = full.new_empty(stop - start, dtype=dtype)
         elif flat.rank is None:

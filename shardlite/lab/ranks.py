@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -21,9 +19,6 @@ import torch.distributed as dist
 from shardlite.cli import add_options, imported, launch, torchrun, usage_errors
 from shardlite.lab.table import RESULTS
 
-_GRACE = 35.0
-"""Seconds between SIGTERM and SIGKILL. `torchrun` itself kills ranks 30 s after it has sent SIGTERM."""
-
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
     """Start a module once per rank, and return the exit status. If `quiet`, discard the output."""
@@ -31,23 +26,6 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: boo
     output = subprocess.DEVNULL if quiet else None
     command = torchrun(ranks, arguments, module=module)
     return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process group, and wait until all of its processes have ended.
-
-    Ranks are in separate sessions, and only their launcher can end them. So the launcher gets SIGTERM and has time to
-    react, even if the leader of the process group has already ended.
-    """
-    with suppress(ProcessLookupError):  # no process of the group is left
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = monotonic() + _GRACE
-        while monotonic() < deadline:
-            process.poll()
-            os.killpg(process.pid, 0)
-            sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def parser_of(module: str) -> ArgumentParser:

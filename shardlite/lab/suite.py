@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,11 +20,10 @@ from time import perf_counter
 
 import torch
 
+from shardlite.lab.launch import ROOT as ROOT
+from shardlite.lab.launch import run_limited
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import end_group
 from shardlite.lab.table import RESULTS, Row, read_rows, replace_rows
-
-ROOT = Path(__file__).parents[2]
 
 BUDGET = 19 * 60.0
 """Time limit in seconds for all benches on a machine without a GPU."""
@@ -70,6 +68,10 @@ ON_GPU = [part for part in _ALL if part.on_gpu]
 def parts() -> list[Part]:
     """Return the parts that this machine supports."""
     return [*PARTS, *(ON_GPU if torch.cuda.is_available() else ())]
+
+
+NAMES = [part.name for part in parts()]
+"""Names of the parts."""
 
 
 def file_name() -> str:
@@ -119,15 +121,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     log = folder / "log.txt"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"ended after {limit:.0f} s"
-        finally:
-            end_group(process)
-    if status:
+        status = run_limited(command, limit, environment, output)
+    if status.startswith("failed"):
         print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
-    return "ok" if status == 0 else f"failed with status {status}"
+    return status

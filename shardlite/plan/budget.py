@@ -163,7 +163,7 @@ def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
         mean *= world_size
     elif recipe.in_backward and world_size > 1:
         mean = 0  # the last addition of the reduction steps the weights
-    if same and mean_stays(recipe.options.stage, world_size, flat.rank is None):
+    if same and (flat.rank is None or mean_stays(recipe.options.stage, world_size)):
         mean = 0
     return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)
 

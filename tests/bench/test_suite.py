@@ -9,7 +9,8 @@ import pytest
 import bench.__main__ as command
 from bench import step
 from shardlite.lab import suite
-from shardlite.lab.ranks import end_group, parser_of
+from shardlite.lab.launch import end_group
+from shardlite.lab.ranks import parser_of
 from shardlite.lab.suite import ON_GPU, PARTS, Part, run
 from shardlite.lab.table import read_rows
 from tests.support.patience import seconds, until
