@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardlite.lab.ranks
-from bench.ring import systems as ring_systems
+from bench.ring import cases as ring_systems
 from bench.ring.cases import GLOO, OPERATIONS, System, cases
 from bench.ring.fit import fit, predicted
 from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
