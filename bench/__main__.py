@@ -11,7 +11,6 @@ before a bench starts.
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import subprocess
@@ -20,7 +19,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.support import suite
+from shardlite.lab import suite
+from shardlite.lab.ranks import parser_of
 from shardlite.lab.table import RESULTS, markdown_table
 
 _COLUMNS = ("suite", "status", "seconds", "rows")
@@ -31,7 +31,11 @@ _PAGES = (("-m", "bench.scale", "--figure", "docs/scale.svg"), ("-m", "tests.sup
 
 def main(arguments: Sequence[str]) -> int:
     """Run the chosen benches, then regenerate the tables."""
-    options = _options(arguments)
+    options = parser_of("bench").parse_args(arguments)
+    if options.budget is None:
+        options.budget = suite.BUDGET + sum(part.seconds for part in suite.parts() if part.on_gpu)
+    if options.dry and options.out == RESULTS:
+        options.out = Path(tempfile.mkdtemp(prefix="bench-"))
     if options.regenerate:
         return regenerate()
     # On SIGTERM, `sys.exit` raises an exception, so that `finally` ends the running bench.
@@ -55,29 +59,6 @@ def regenerate() -> int:
         for command in _PAGES
     ]
     return int(any(statuses))
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="run all benches of this machine")
-    parts = suite.parts()
-    names = [part.name for part in parts]
-    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", help=f"some of: {', '.join(names)}")
-    parser.add_argument("--dry", action="store_true", help="run each bench at toy size, and change no page")
-    parser.add_argument(
-        "--regenerate", action="store_true", help="only regenerate the tables and pictures of the pages"
-    )
-    parser.add_argument(
-        "--budget", type=float, metavar="SECONDS", help="limit for all parts together (default: 19 min, 28 with a GPU)"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="folder for the rows (bench/results, or with --dry a new folder)"
-    )
-    options = parser.parse_args(arguments)
-    if options.budget is None:
-        options.budget = suite.BUDGET + sum(part.seconds for part in parts if part.on_gpu)
-    if options.out is None:
-        options.out = Path(tempfile.mkdtemp(prefix="bench-")) if options.dry else RESULTS
-    return options
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m bench.host --gpu-path
 
 trains blocks of GPT-2 (12 parameters, checkpointed) and of Llama (9, not checkpointed) in bf16, as rank 0 of 8. Streams
-and events are simulated (`bench.support.simulated_cuda`); collectives and launches of Triton do nothing. All else runs
+and events are simulated (`shardlite.lab.simulated_cuda`); collectives and launches of Triton do nothing. All else runs
 as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference between a
 steady step of 6 blocks and one of 4, divided by 2, so they exclude the work of the root and of the step as a whole.
 
@@ -58,8 +58,6 @@ from torch.utils._pytree import tree_map_only
 
 import shardlite
 from bench.gpu.fake_ranks import RANKS, SYSTEMS
-from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
-from bench.support.simulated_cuda import Cuda
 from shardlite.comm import context
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.traffic import Traffic
@@ -68,9 +66,13 @@ from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
+from shardlite.lab.fake_group import __file__ as fake_group_file
+from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
 from shardlite.lab.memory.machine import machine
+from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.systems import Build
-from shardlite.lab.table import Columns, Row, markdown_table, titled, where
+from shardlite.lab.table import Row, markdown_table, where
+from shardlite.lab.table import render as render_rows
 from shardlite.lab.timer import quantiles
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.params import parameters
@@ -87,7 +89,7 @@ _NAMED: Mapping[CodeType, str] = {
     SavedTensorHooks.unpack.__code__: "unpacked",
     backward._deliver.__code__: "gradient hooks",
 }
-_SIMULATION = str(Path(__file__).parent)
+_SIMULATION = tuple(str(Path(each).parent) for each in (__file__, fake_group_file))
 _TABLE = torch.zeros(3, 64, dtype=torch.int64)
 _SHARDLITE = tuple(str(Path(each.__file__).parent) for each in (shardlite, shardlite_kernels))
 _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
@@ -95,12 +97,6 @@ _OWN = {"floor": (), "fsdp2": (str(Path(dist.__file__).parent),)}
 
 _COMMON = {"bench", "words", "block", "system", "ranks", "transformers", *machine()}
 """Keys of a row that are not counts."""
-
-_COLUMNS: Columns = {
-    "kernel": lambda row: row["kernel"],
-    "us per launch": lambda row: f"{row['us_p50']}",
-    "p20 to p80": lambda row: f"{row['us_p20']} to {row['us_p80']}",
-}
 
 # ---- what is trained ------------------------------------------------------------------------------------------------
 
@@ -347,7 +343,7 @@ def render(rows: Sequence[Row]) -> str:
         if counted := [row for row in rows if row.get("block") == block]:
             tables.append(_render_block(counted))
     if timed := [row for row in rows if row["bench"] == "host-launch"]:
-        tables.append(titled(timed[0]["words"], _COLUMNS, timed))
+        tables.append(render_rows(timed))
     return "\n\n".join(tables)
 
 

@@ -6,7 +6,7 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
 
     python -m bench.host --fake 8 64 512
 
-instead simulates rank 0 of 8, 64 and 512 ranks (`bench.support.fake_group`). No data is sent, so only the host works.
+instead simulates rank 0 of 8, 64 and 512 ranks (`shardlite.lab.fake_group`). No data is sent, so only the host works.
 The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
 elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`. The
 command leaves out launches by Triton and NCCL, events, kept buffers, clipping and casts to bf16, and blocks of `many`
@@ -41,7 +41,6 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from time import process_time
 from types import FrameType
 from typing import Any
@@ -50,17 +49,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.support.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
 from shardlite.lab.check import verify
+from shardlite.lab.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS, Trainer
-from shardlite.lab.table import Columns, Row, cells_of, markdown_table, write_rows
+from shardlite.lab.ranks import on_ranks, parser_of
+from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS
+from shardlite.lab.table import Row, report, write_rows
 from shardlite.lab.timer import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
@@ -69,33 +69,6 @@ COUNTED = 5
 """Number of steps over which Python calls are averaged."""
 
 _FP32 = 4  # bytes
-
-_REAL: Columns = {
-    "model": lambda row: row["model"],
-    "system": lambda row: row["system"],
-    "us per unit": lambda row: f"{row['us_per_unit_p50']:.0f}",
-    "main thread, us": lambda row: f"{row['main_us_per_unit_p50']:.0f}",
-    "Python calls per step": lambda row: f"{row['calls_per_step']}",
-    "/ FSDP2's": lambda row: f"{row['us_vs_fsdp2']:.2f}",
-}
-_FAKE: Columns = {
-    "system": lambda row: row["system"],
-    "ranks": lambda row: f"{row['ranks']}",
-    "CPU us per unit": lambda row: f"{row['cpu_us_per_unit_p50']}",
-    "launches per unit": lambda row: f"{row['launches_per_unit']}",
-    "/ FSDP2's": lambda row: f"{row['cpu_vs_fsdp2']}",
-}
-
-
-_BLOCK: Columns = {
-    "reduction": lambda row: row["reduce"],
-    "ranks": lambda row: f"{row['ranks']}",
-    "collectives": lambda row: f"{row['collectives']}",
-    "CPU us": lambda row: f"{row['cpu_us_p50']:.0f}",
-    "p20 to p80": lambda row: f"{row['cpu_us_p20']:.0f} to {row['cpu_us_p80']:.0f}",
-    "launches": lambda row: f"{row['launches']}",
-    "staging, MiB": lambda row: f"{row['staging_bytes'] / 2**20:.0f}",
-}
 
 
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -217,33 +190,9 @@ def calls_per_step(trainer: Trainer, batch: Batch) -> float:
     return entered / COUNTED
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return a table for each kind of rows: real ranks, fake groups, and reductions of a block."""
-    kinds = {"host": _REAL, "host-fake": _FAKE, "host-block": _BLOCK}
-    found = {kind: [row for row in rows if row["bench"] == kind] for kind in kinds}
-    return "\n\n".join(markdown_table(cells_of(kinds[kind], some)) for kind, some in found.items() if some)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.host", "work of the host in a training step, per block")
-    parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["many", "mlp"], help="(many mlp)")
-    parser.add_argument(
-        "--fake",
-        type=int,
-        nargs="+",
-        metavar="RANKS",
-        help="measure `many` on fake groups of these sizes, without Triton, NCCL, events, bf16 and clipping",
-    )
-    parser.add_argument(
-        "--gpu-path",
-        nargs="*",
-        choices=["counts", "launches"],
-        help="count work per block on the code path of a GPU, and time launches (both)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="file for the rows of --gpu-path")
-    parser.add_argument("--steps", type=int, default=60, help="timed steps of each system (%(default)s)")
-    options = parser.parse_args(arguments)
+    options = parser_of("bench.host").parse_args(arguments)
     torch.set_num_threads(1)
     if options.gpu_path is not None:
         from bench import gpu_path  # imports FSDP2 and the library's internals
@@ -257,7 +206,7 @@ def main(arguments: Sequence[str]) -> int:
         torch.set_flush_denormal(True)  # on a fake group, weights have meaningless values
         every = [row for ranks in options.fake for row in measure_on_fake(WORKLOADS["many"], options.steps, ranks)]
         every += [row for ranks in options.fake for row in measure_block_on_fake(10 * options.steps, ranks)]
-        report(every, options.out / "host-fake.jsonl", render)
+        report(every, options.out / "host-fake.jsonl")
         return 0
     return on_ranks("bench.host", options.ranks, arguments, partial(_run_rank, options))
 
@@ -266,7 +215,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Measure as one of the ranks."""
     rows = [row for name in options.model for row in measure(WORKLOADS[name], options.steps, group)]
     if group.rank() == 0:
-        report(rows, options.out / f"host-{options.ranks}ranks.jsonl", render)
+        report(rows, options.out / f"host-{options.ranks}ranks.jsonl")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.support import suite
-from bench.support.suite import Part
-from shardlite.lab.plan.plots import new_figure
+from shardlite.lab import suite
+from shardlite.lab.plots import new_figure
+from shardlite.lab.suite import Part
 from shardlite.lab.table import RESULTS, Row, read_rows, system_name, where
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ import argparse
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -39,12 +39,12 @@ from shardlite import Route
 from shardlite.cli.launch import default_ranks
 from shardlite.comm.transport.select import choose
 from shardlite.lab.check import verify
-from shardlite.lab.matrix import NAMES, PRECISIONS, Setting, settings, systems_in
-from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
+from shardlite.lab.matrix import NAMES, Setting, settings, systems_in
+from shardlite.lab.ranks import device_of_rank, run_bench
 from shardlite.lab.systems import ORDERS, TRANSPORTS, Build
-from shardlite.lab.table import Row, render, write_rows
+from shardlite.lab.table import TABLES, Row, cells_of, markdown_table, render, system_name, where, write_rows
 from shardlite.lab.timer import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
-from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
+from shardlite.lab.workloads import Workload, chosen
 
 PEERS = ("floor", "fsdp2", "ddp")
 """Systems with which the other systems are compared."""
@@ -128,6 +128,67 @@ def _held(row: Row) -> int:
     return held
 
 
+def render_runs(rows: Sequence[Row]) -> str:
+    """Return one table for each model and number of ranks, with a heading.
+
+    For a run with several settings, the table shows throughput, with one column per setting.
+    """
+    runs = [list(run) for _, run in groupby(rows, key=_run)]
+    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run) for run in runs)
+
+
+def _run(row: Row) -> tuple[object, ...]:
+    return row["model"], row["ranks"], row["transport"], row["machine"], row["date"]
+
+
+def _settings(rows: Sequence[Row]) -> list[str]:
+    """Return the settings of the rows in words."""
+    return list(dict.fromkeys(map(_setting, rows)))
+
+
+def _setting(row: Row) -> str:
+    count, clip = row.get("accumulation", 1), row.get("clip")
+    words = [row.get("precision", "fp32"), f"{count} micro-batches" if count > 1 else "", "clipped" if clip else ""]
+    return ", ".join(filter(None, words))
+
+
+def _render_settings(rows: list[Row]) -> str:
+    rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
+    found = _settings(rows)
+    cells = [["system", *found]]
+    for system in dict.fromkeys(row["system"] for row in rows):
+        cells.append([system_name(system), *(rates.get((system, setting), "") for setting in found)])
+    first = rows[0]
+    optimizer = first["optimizer"].partition(", no clipping")[0]
+    heading = (
+        f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
+        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters; units: {first['units']}; {optimizer}; "
+        f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
+        f"{where(first)}."
+    )
+    return f"{heading}\n\n{markdown_table(cells)}"
+
+
+def _render_run(rows: list[Row]) -> str:
+    held = [row | {"held_bytes": _held(row) if row["peak_bytes"] else None} for row in rows]
+    cells = cells_of(TABLES["step"]["columns"], held)
+    cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
+    return f"{_heading(rows[0])}\n\n{markdown_table(cells)}"
+
+
+def _heading(row: Row) -> str:
+    """Return the heading of a run."""
+    count = row.get("accumulation", 1)
+    batches = f" in each of {count} micro-batches" if count > 1 else ""
+    compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
+    return (
+        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}; "
+        f"units: {row['units']}; "
+        f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
+        f"medians of {row['rounds']} interleaved steps; {where(row)}."
+    )
+
+
 def _file(rows: Sequence[Row], folder: Path, device: torch.device) -> Path:
     """Return the file of the rows of one model."""
     transports = "-transports" if any(row["system"] in TRANSPORTS for row in rows) else ""
@@ -148,17 +209,17 @@ def _report(rows: list[Row]) -> None:
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Measure as one of the ranks, and write the rows on rank 0."""
     device = device_of_rank()
-    for name in MEASURED if options.model == "all" else (options.model,):
+    norms = [None if each == "none" else float(each) for each in options.clip]
+    for workload in chosen(options.model):
         rows: list[Row] = []
-        for setting in settings(options.precision, options.accumulation, options.clip):
+        for setting in settings(options.precision, options.accumulation, norms):
             systems = {each: build for each, build in systems_in(setting).items() if each in options.systems}
             if group.rank() == 0:
                 left_out = [each for each in options.systems if each not in systems]
-                _say(f"{name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
-            rows += measure(WORKLOADS[name].on(device), systems, options.steps, group, setting)
+                _say(f"{workload.name}, {group.size()} ranks, {setting.words}: {', '.join(systems)}", left_out)
+            rows += measure(workload.on(device), systems, options.steps, group, setting)
             if group.rank() == 0:  # after each setting, because a long run may be stopped early
-                file = _file(rows, options.out, device)
-                write_rows(rows, file)
+                write_rows(rows, _file(rows, options.out, device))
         if group.rank() == 0:
             _report(rows)
 
@@ -169,45 +230,20 @@ def _say(words: str, left_out: Sequence[str]) -> None:
     print(f"step: {words}{without}", file=sys.stderr, flush=True)
 
 
-def _norm(text: str) -> float | None:
-    return None if text == "none" else float(text)
-
-
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = options_of_ranks("bench.step", "step time and peak memory, side by side", [default_ranks()])
-    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
-    parser.add_argument(
-        "--systems",
-        nargs="+",
-        choices=NAMES,
-        default=DEFAULT,
-        help="systems to measure (all except transports and orders)",
-    )
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=["fp32"], help="(%(default)s)")
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[1], help="micro-batches per step (%(default)s)")
-    parser.add_argument(
-        "--clip",
-        type=_norm,
-        nargs="+",
-        default=[None],
-        metavar="NORM",
-        help="limits for the norm of gradients, or none (none)",
-    )
-    parser.add_argument("--steps", type=int, default=30, help="timed steps of each system (%(default)s)")
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> None:
+    options.ranks = options.ranks or [default_ranks()]
+    options.systems = options.systems or DEFAULT
     if "ddp" not in options.systems:
-        parser.error("--systems must include ddp, because the other systems are verified against it")
+        raise ValueError("--systems must include ddp, because the other systems are verified against it")
     if min(*options.ranks, *options.accumulation, options.steps) < 1:
-        parser.error("--ranks, --accumulation and --steps must be at least 1")
-    if any(norm is not None and norm <= 0 for norm in options.clip):
-        parser.error("--clip must be none or a positive norm")
-    return options
+        raise ValueError("--ranks, --accumulation and --steps must be at least 1")
+    if any(norm != "none" and not float(norm) > 0 for norm in options.clip):
+        raise ValueError("--clip must be none or a positive norm")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    options = _options(arguments)
-    return on_ranks("bench.step", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.step", arguments, _run_rank, _check)
 
 
 if __name__ == "__main__":

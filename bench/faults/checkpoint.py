@@ -37,7 +37,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -50,9 +49,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
+from shardlite.lab.ranks import run_bench
 from shardlite.lab.systems import SYSTEMS
-from shardlite.lab.table import Row, titled
+from shardlite.lab.table import Row, report
 from shardlite.lab.timer import largest, percentile, quantiles, rotated
 from shardlite.lab.workloads import WORKLOADS, Workload
 
@@ -202,37 +201,14 @@ def _nothing(_: object) -> None:
     """Discard the result of a synchronous save."""
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return the Markdown table of the rows."""
-    columns: dict[str, Callable[[Row], str]] = {
-        "system": lambda row: row["system"],
-        "seconds": lambda row: f"{row['seconds_p50']:.3f}",
-        "MB/s": lambda row: f"{row['mb_per_s']:.0f}",
-        "/ raw": lambda row: f"{row['vs_raw']:.2f}",
-        "the step waits, s": lambda row: f"{row['stall_p50']:.3f}",
-    }
-    if any("load_p50" in row for row in rows):  # some files of rows lack this key
-        columns["load, s"] = lambda row: f"{row['load_p50']:.3f}" if "load_p50" in row else ""
-    first = rows[0]
-    nbytes = f"{first['bytes'] / 1e6:.0f} MB of weights and moments"
-    return titled(f"{first['words']}; {nbytes}, {first['ranks']} ranks", columns, rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.faults.checkpoint", "saving a run, by system")
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
-    parser.add_argument("--rounds", type=int, default=7, help="saves of each system (%(default)s)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to write to (%(default)s)"
-    )
-    options = parser.parse_args(arguments)
-    return on_ranks("bench.faults.checkpoint", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.faults.checkpoint", arguments, _run_rank)
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
     """Measure as one of the ranks."""
-    folder = options.folder / f"shardlite-bench-{os.getppid()}"
+    folder = (options.folder or Path(tempfile.gettempdir())) / f"shardlite-bench-{os.getppid()}"
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier(group)
     try:
@@ -241,7 +217,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
         if group.rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
     if group.rank() == 0:
-        report(rows, options.out / f"checkpoint-{options.model}-{options.ranks}ranks.jsonl", render)
+        report(rows, options.out / f"checkpoint-{options.model}-{options.ranks}ranks.jsonl")
 
 
 if __name__ == "__main__":

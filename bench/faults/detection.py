@@ -21,17 +21,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import partial
 from time import thread_time
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.systems import Trainer, build_shardlite
-from shardlite.lab.table import Row
+from shardlite.lab.ranks import run_bench
+from shardlite.lab.systems import build_shardlite
+from shardlite.lab.table import Row, report
 from shardlite.lab.timer import WARM_UP, percentile, time_steps
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.negotiation import END, Negotiation, Round
 
@@ -104,11 +104,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.faults.detection", "the cost of comparing ranks")
-    parser.add_argument("--model", choices=[*WORKLOADS], default="mlp", help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=100, help="timed steps of each trainer (%(default)s)")
-    options = parser.parse_args(arguments)
-    return on_ranks("bench.faults.detection", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.faults.detection", arguments, _run_rank)
 
 
 if __name__ == "__main__":

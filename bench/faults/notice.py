@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardlite import CommError
-from shardlite.lab.ranks import one_of_them, options_of_ranks, report, start_ranks
+from shardlite.lab.ranks import one_of_them, parser_of, start_ranks
 from shardlite.lab.systems import build_shardlite
-from shardlite.lab.table import Columns, Row, titled
+from shardlite.lab.table import Row, report
 from shardlite.lab.timer import WARM_UP, quantiles
 from shardlite.lab.workloads import WORKLOADS
 
@@ -90,25 +90,9 @@ def seconds_until_noticed(transport: str, folder: Path, options: argparse.Namesp
     return max(noticed) - float((folder / "killed").read_text())
 
 
-_COLUMNS: Columns = {
-    "transport": lambda row: f"`{row['transport']}`",
-    "kill to `CommError`, s": lambda row: f"{row['seconds_p50']:.2f}",
-    "p20 to p80": lambda row: f"{row['seconds_p20']:.2f} to {row['seconds_p80']:.2f}",
-}
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return the Markdown table of the rows."""
-    return titled("{words}; {ranks} ranks, {kills} kills each".format(**rows[0]), _COLUMNS, rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.faults.notice", "from a kill to an error")
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
-    parser.add_argument("--kills", type=int, default=3, help="kills per transport (%(default)s)")
-    parser.add_argument("--way", choices=TRANSPORTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser = parser_of("bench.faults.notice")
     options = parser.parse_args(arguments)
     if options.ranks < 2 or options.kills < 1:
         parser.error("--ranks must be at least 2, and --kills at least 1: one rank is killed, another rank raises")
@@ -117,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         with tempfile.TemporaryDirectory(prefix="shardlite-bench-") as folder:
             rows = measure(options, Path(folder))
-        report(rows, options.out / f"notice-{options.model}-{options.ranks}ranks.jsonl", render)
+        report(rows, options.out / f"notice-{options.model}-{options.ranks}ranks.jsonl")
     return 0
 
 

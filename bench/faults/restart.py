@@ -40,9 +40,9 @@ import torch.distributed as dist
 
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.cli.launch import OWN_STORE, torchrun
-from shardlite.lab.ranks import one_of_them, options_of_ranks, report
+from shardlite.lab.ranks import one_of_them, parser_of
 from shardlite.lab.systems import SYSTEMS
-from shardlite.lab.table import Columns, Row, titled
+from shardlite.lab.table import Row, report
 from shardlite.lab.workloads import WORKLOADS
 
 WAYS = ("memory", "disk")
@@ -118,35 +118,15 @@ def run(way: str, folder: Path, options: argparse.Namespace) -> Row:
     return noted
 
 
-_COLUMNS: Columns = {
-    "from": lambda row: row["way"],
-    "steps taken again": lambda row: str(row["lost"]),
-    "kill to next step, s": lambda row: f"{row['seconds']:.1f}",
-    "of it until load, s": lambda row: f"{row['started']:.1f}",
-    "load, s": lambda row: f"{row['loaded']:.2f}",
-}
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return the Markdown table of the rows."""
-    return titled("{words}; {ranks} ranks".format(**rows[0]), _COLUMNS, rows)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or train if `torchrun` started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.faults.restart", "from a kill to the next step")
-    parser.add_argument("--model", choices=WORKLOADS, default="mlp", help="(%(default)s)")
-    parser.add_argument("--fatal", type=int, default=30, help="the step in which a rank is killed (%(default)s)")
-    parser.add_argument("--save-every", type=int, default=20, help="steps between saves to disk (%(default)s)")
-    parser.add_argument("--folder", type=Path, help="folder on the disk to write to (the folder of temporary files)")
-    parser.add_argument("--way", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser_of("bench.faults.restart").parse_args(arguments)
     if options.way:
         train(options.way, options.folder, options)
     else:
         with tempfile.TemporaryDirectory(prefix="shardlite-bench-", dir=options.folder) as folder:
             rows = measure(options, Path(folder))
-        report(rows, options.out / f"restart-{options.model}-{options.ranks}ranks.jsonl", render)
+        report(rows, options.out / f"restart-{options.model}-{options.ranks}ranks.jsonl")
     return 0
 
 

@@ -22,16 +22,15 @@ import argparse
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from shardlite import AdamW, Precision, ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.table import Row
-from shardlite.lab.train.gpt import GPT
+from shardlite.lab.ranks import run_bench
+from shardlite.lab.table import Row, report
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Bytes, Corpus, draw_batch, read_corpus
 
@@ -166,13 +165,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> None:
 
 def main(arguments: list[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks(
-        "bench.formats.quantized", "effect of quantized gathers on the loss and on the bytes sent"
-    )
-    parser.add_argument("--steps", type=int, default=400, help="steps of each run (%(default)s)")
-    parser.add_argument("--seeds", type=int, default=2, help="number of seeds (%(default)s)")
-    options = parser.parse_args(arguments)
-    return on_ranks("bench.formats.quantized", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.formats.quantized", arguments, _run_rank)
 
 
 if __name__ == "__main__":

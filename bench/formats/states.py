@@ -30,11 +30,9 @@ The number in the name of a run is the seed of its initial weights.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -42,10 +40,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from shardlite import AdamW, Precision, ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import default_group, report
-from shardlite.lab.table import RESULTS, Row, differences
-from shardlite.lab.train.gpt import GPT
+from shardlite.lab.ranks import default_group, parser_of
+from shardlite.lab.table import Row, report
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Corpus, draw_batch, read_corpus
 
@@ -180,16 +178,11 @@ def _make(training: Training) -> GPT:
 
 def main(arguments: list[str]) -> int:
     """Measure on one rank and one thread."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.formats.states", description="effect of state formats on the loss"
-    )
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each run (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    options = parser.parse_args(arguments)
+    options = parser_of("bench.formats.states").parse_args(arguments)
     torch.set_num_threads(1)
     with default_group("gloo", store=dist.HashStore(), rank=0, world_size=1) as group:
         rows = measure(group, {**EXACT, **PERTURBED, **formats(SEEDS), **CONTROL}, options.steps)
-    report(rows, options.out / "formats-gpt.jsonl", differences)
+    report(rows, options.out / "formats-gpt.jsonl")
     print(f"\n{summary(rows)}")
     print(f"\nchance {rows[0]['chance']:.2g}, rounding {rows[0]['rounding']:.2g} nats per byte")
     return 0

@@ -25,12 +25,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from bench import gpu_path
 from bench.gpu.fake_ranks import RANKS
 from bench.gpu.report import Report, Times, free, synchronize, take_turn
-from bench.support.fake_group import as_one_rank, fake_group, launching_queue
-from bench.support.simulated_cuda import Cuda
 from shardlite import NonFiniteWarning
 from shardlite.comm import streams
 from shardlite.comm.transport import group_collectives
+from shardlite.lab.fake_group import as_one_rank, fake_group, launching_queue
 from shardlite.lab.ranks import only_rank
+from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.table import RESULTS, read_rows
 from shardlite.lab.timer import percentile
 

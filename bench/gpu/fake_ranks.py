@@ -24,14 +24,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import AGAIN, Report, Times, free, in_turns, synchronize
-from bench.support.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
 from shardlite import NonFiniteWarning, Precision
 from shardlite.comm import streams
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.source import Source
-from shardlite.lab.systems import Build, Trainer, build_floor_in_bf16, build_format, build_fsdp2, build_shardlite
+from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
+from shardlite.lab.systems import ON_GPU, Build
 from shardlite.lab.timer import percentile
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite.plan import Planner, Setting, Source
 
 RANKS = 8
 
@@ -40,14 +40,8 @@ _CLIP = 1.0
 _WARM_UP = 3
 _TURNS, _ROUNDS = 3, 3
 
-_SHARDLITE = partial(build_shardlite, stage=3, transport="collectives", compute=torch.bfloat16)
 SYSTEMS: Mapping[str, Build] = {
-    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16, tuned=True),
-    "floor": build_floor_in_bf16,
-    "exact": _SHARDLITE,
-    "fast": partial(_SHARDLITE, reduce="fast"),
-    "in_backward": partial(build_format, precision=_BF16, in_backward=True, transport="collectives"),
-    "quantized": partial(_SHARDLITE, quantized_gather=True),
+    name: ON_GPU[name] for name in ("fsdp2", "floor", "exact", "fast", "in_backward", "quantized")
 }
 """Systems of the probes. All compute in bf16 and reduce in fp32. All clip to 1.0, except `in_backward`, which cannot
 clip. `floor` is the plain model in bf16, which steps an eighth of the parameters. FSDP2 is first, because the other

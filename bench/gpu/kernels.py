@@ -20,13 +20,13 @@ from torch import Tensor
 
 from bench.gpu.report import Report, milliseconds, synchronize
 from bench.kernels.chain import chains
+from bench.kernels.clock import Clock, DeviceClock, HostClock, Work, bandwidth_run, same_bits, verify
 from bench.kernels.peers import raw_fused
-from bench.kernels.timing import Clock, DeviceClock, HostClock, Work, bandwidth_run, same_bits, verify
 from bench.kernels.work import works
-from bench.support.fake_group import fake_group
 from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives, WholeCollectives
 from shardlite.comm.transport.two_level import TwoLevelCollectives
+from shardlite.lab.fake_group import fake_group
 from shardlite.lab.timer import percentile
 from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL
 

@@ -34,7 +34,7 @@ from shardlite_kernels.launch import constexpr, jit, launch, tl, use_triton
 from torch import Tensor
 
 from bench.gpu.report import synchronize
-from shardlite.lab.plan.clusters import CLUSTERS
+from shardlite.plan import CLUSTERS
 
 CLUSTER = CLUSTERS["dgx-h100"]
 BANDWIDTH = 1 / CLUSTER.inside.beta

@@ -34,10 +34,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 from typing import IO, Any
 
 from bench.gpu import ROOT
+from shardlite.lab.launch import end_group, run_limited, start_group
 
 Row = dict[str, Any]
 
@@ -153,7 +154,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1, comman
     if ranks > 1:
         _append(rows, {**marks(ranks, dry=dry), "probe": "run", **origin(command)})
     with log.open("w") as output:
-        warm_up = _start(WARM_UP, rows, output, options)
+        warm_up = start_group(*_command(WARM_UP, rows, output, options), output)
         try:
             for probe in probes_on(ranks):
                 if probe.name not in names:
@@ -161,7 +162,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1, comman
                 if probe.name not in BESIDE_WARM_UP:
                     _await(warm_up, began + PATIENCE)
                     if warm_up.poll() is None:
-                        _end_group(warm_up)
+                        end_group(warm_up, GRACE)
                         print("not all kernels were compiled in time; the probes compile the rest", flush=True)
                 start = monotonic()
                 left = began + (LIMIT if ranks == 1 else LIMIT_ON_SEVERAL) - TABLE - GRACE - start
@@ -176,7 +177,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1, comman
                     print("there is no GPU that PyTorch can use; --dry runs on the CPU", file=sys.stderr, flush=True)
                     break
         finally:
-            _end_group(warm_up)
+            end_group(warm_up, GRACE)
     return ended
 
 
@@ -195,51 +196,29 @@ def origin(command: str) -> Row:
     return {"format": FORMAT, "command": command, "commit": git("rev-parse", "HEAD"), "clean": changed == ""}
 
 
-def _start(name: str, rows: Path, output: IO[str], options: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a probe as the leader of a process group."""
+def _command(name: str, rows: Path, output: IO[str], options: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command of a probe and its environment, and write a headline to the log."""
     output.write(f"==== {name}\n")
     output.flush()
-    command = [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     # With fewer connections, streams of several systems would share hardware queues.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "--dry" in options:
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return [sys.executable, "-m", "bench.gpu", "--probe", name, "--out", str(rows), *options], environment
 
 
 def _run_probe(probe: Probe, limit: float, rows: Path, output: IO[str], options: Sequence[str]) -> str:
     """Run one probe, and return its status."""
     if limit < 1:
         return "not started: no time was left"
-    process = _start(probe.name, rows, output, options)
-    try:
-        status = process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return f"ended after {limit:.0f} s"
-    finally:
-        _end_group(process)
-    return "ok" if status == 0 else f"failed with status {status}"
+    command, environment = _command(probe.name, rows, output, options)
+    return run_limited(command, limit, environment, output, GRACE)
 
 
 def _await(process: subprocess.Popen[bytes], deadline: float) -> None:
     with suppress(subprocess.TimeoutExpired):
         process.wait(max(0.0, deadline - monotonic()))
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """End all processes of a group, even if its leader has already ended."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # no process is left
-            os.killpg(process.pid, how)
-            deadline = monotonic() + GRACE
-            while how == signal.SIGTERM and monotonic() < deadline:
-                process.poll()  # reaps the leader, which would otherwise keep the group alive as a zombie
-                os.killpg(process.pid, 0)
-                sleep(0.05)
-    _await(process, monotonic() + GRACE)  # a process that hangs in the driver is left behind
 
 
 def _count(rows: Path, probe: str) -> int:
@@ -290,8 +269,8 @@ def located(rows: Sequence[Row]) -> list[Row]:
 
 def finish(folder: Path) -> str:
     """Write the tables of the rows, and the archive. Return the table of all probes."""
-    from bench.gpu.table import render_summary
-    from bench.support.table import render
+    from bench.gpu.results import render_summary
+    from shardlite.lab.table import render
 
     rows = located(_read(folder / ROWS))
     (folder / ROWS).write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from bench.gpu.report import Report, milliseconds
 from shardlite.lab.ranks import only_rank
-from shardlite.lab.systems import FORMATS, MIXED, Build, Trainer, build_plain, build_shardlite, torch_adamw
+from shardlite.lab.systems import FORMATS, MIXED, Build, build_plain, build_shardlite, torch_adamw
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
 from shardlite.lab.workloads import compiled as with_compiled_blocks
 

@@ -15,9 +15,9 @@ from shardlite_kernels.scale import scale
 from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
+from bench.kernels.clock import Result, Run, Work
 from bench.kernels.inputs import MASTERS, exact_weights, gradient, nbytes, state_of
 from bench.kernels.peers import adamw_of_torch
-from bench.kernels.timing import Result, Run, Work
 from bench.kernels.work import SPLIT_BOUND, WEIGHT_BOUND, step_by
 
 _NOT_NEEDED, _NEEDED = 1e9, 1e-2  # limits for the gradient's norm divided by `sqrt(S)`, which is about 0.14

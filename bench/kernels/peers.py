@@ -14,8 +14,8 @@ import torch
 from shardlite_kernels import State
 from torch import Tensor, nn
 
+from bench.kernels.clock import Result, Run, Work
 from bench.kernels.inputs import HYPER, STEP, exact_weights, gradient, nbytes, state_of
-from bench.kernels.timing import Result, Run, Work
 from bench.kernels.work import WEIGHT_BOUND
 
 _OPTIONS: dict[str, Any] = {

@@ -23,22 +23,19 @@ With `TRITON_INTERPRET=1`, GPU kernels are verified in the interpreter, and noth
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from statistics import median
 
 import torch
 from shardlite_kernels.launch import INTERPRET
 
 from bench.kernels.chain import chains
-from bench.kernels.peers import peers, raw_fused
-from bench.kernels.timing import (
+from bench.kernels.clock import (
     VERIFIED,
     Clock,
     DeviceClock,
@@ -52,10 +49,11 @@ from bench.kernels.timing import (
     time_runs,
     verify,
 )
+from bench.kernels.peers import peers, raw_fused
 from bench.kernels.work import works
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import report
-from shardlite.lab.table import RESULTS, Row, differences
+from shardlite.lab.ranks import parser_of
+from shardlite.lab.table import Row, report
 from shardlite.lab.timer import percentile
 
 _CPU_NUMELS: tuple[int, ...] = (10**6, 10**7, 5 * 10**7)
@@ -218,22 +216,11 @@ def _file(device: torch.device) -> str:
     return f"kernels-{re.sub('[^a-z0-9]+', '-', name.lower()).strip('-')}.jsonl"
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.kernels", description="times of the optimizer's kernels")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="(the GPU if there is one)")
-    parser.add_argument("--numel", type=lambda text: int(float(text)), nargs="+", help="elements, such as 1e6 5e7")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="threads on the CPU (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds of each work (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="limit for one work at one size (%(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    return parser.parse_args(arguments)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Measure on one device, print the table and write the rows."""
-    options = _options(arguments)
+    options = parser_of("bench.kernels").parse_args(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    plan = plan_for(device, options.rounds, options.seconds, options.numel)
+    plan = plan_for(device, options.rounds, options.seconds, options.numel and list(map(int, options.numel)))
     chosen = [*works(device), *chains(), *peers(device)]
     if INTERPRET:
         for work in chosen:
@@ -245,5 +232,5 @@ def main(arguments: Sequence[str]) -> int:
         for row in measure(chosen, device, plan):
             print(f"{row['system']}: {row['operation']} ({row['format']})", file=sys.stderr, flush=True)
             rows.append(row)
-    report(rows, options.out / _file(device), differences)
+    report(rows, options.out / _file(device))
     return 0

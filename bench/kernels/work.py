@@ -1,4 +1,4 @@
-"""Works (`bench.kernels.timing.Work`) that measure single kernels of ShardLite.
+"""Works (`bench.kernels.clock.Work`) that measure single kernels of ShardLite.
 
 The results of a kernel must have the bits of its reference. The exceptions are sums of squares and, on a GPU, 8-bit
 moments, because the kernel for 8-bit moments uses the device's approximations. On the CPU, the expected step decodes
@@ -29,6 +29,7 @@ from shardlite_kernels.split import join, join_reference, split_reference
 from shardlite_kernels.stats import stats_reference
 from torch import Tensor
 
+from bench.kernels.clock import Result, Run, Work
 from bench.kernels.inputs import (
     HYPER,
     MASTERS,
@@ -41,7 +42,6 @@ from bench.kernels.inputs import (
     state_of,
     table,
 )
-from bench.kernels.timing import Result, Run, Work
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from bench.optimizers.builds import MUON, OURS, both, split
 from bench.optimizers.peers import COEFFICIENTS, STEPS
-from bench.optimizers.systems import MUON, OURS, both, split
 from shardlite.lab.check import Expected, Record, ResultError, check, exact_model, record, slack
 from shardlite.lab.matrix import Setting
-from shardlite.lab.systems import Build, Trainer, flat
+from shardlite.lab.systems import Build
 from shardlite.lab.timer import largest
+from shardlite.lab.trainer import Trainer, flat
 from shardlite.lab.workloads import Workload
 
 

@@ -25,24 +25,22 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import ShardLite
+from shardlite.lab.gpt import GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.table import RESULTS, Row, markdown_table, where
-from shardlite.lab.train.gpt import GPT
+from shardlite.lab.plots import COLOURS, draw_curves, new_figure, save
+from shardlite.lab.ranks import run_bench
+from shardlite.lab.table import RESULTS, Row, markdown_table, report, where
 from shardlite.lab.train.optimizers import make_optimizer
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, read_corpus
 from shardlite.lab.train.train import MAX_NORM, learning_rate
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 CONFIG = GPTConfig(layers=4, width=96, heads=4, context=64)
 
@@ -60,7 +58,6 @@ PICTURES = Path(__file__).parents[2] / "docs"
 _VALIDATED = 128  # sequences
 _TRAIN, _VALIDATION = 0, 1  # numbers that stand for the two parts of the text in the keys of sequences
 _NAMES = {"adamw": "AdamW", "muon": "Muon"}
-_COLOURS = {"adamw": "#0072b2", "muon": "#d55e00"}
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -188,46 +185,25 @@ def render(rows: Sequence[Row]) -> str:
 
 
 def paint(rows: Sequence[Row], path: Path) -> None:
-    """Plot the best runs, and the final losses over the learning rates."""
-    from matplotlib.figure import Figure  # optional, and slow to import
-
-    figure = Figure(figsize=(10, 4.2), dpi=130, layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(5, 3))
-    _paint_curves(left, rows)
-    _paint_grid(right, rows)
-    for axes in (left, right):
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-
-
-def _paint_curves(axes: Axes, rows: Sequence[Row]) -> None:
-    """Plot the losses of the best runs, a line at AdamW's final loss, and the step at which Muon reaches it."""
+    """Plot the best runs with the step at which Muon reaches AdamW's final loss, and the losses over the rates."""
+    figure, (left, right) = new_figure(10, 4.2, columns=2, width_ratios=(5, 3))
     found = compare(rows)
     final = found.curves["adamw"][-1]
-    for key, name in _NAMES.items():
-        style = {"color": _COLOURS[key], "label": f"{name}, learning rate {found.rates[key]:g}"}
-        axes.plot(found.validated, found.curves[key], linewidth=1.8, **style)
-    axes.axhline(final, color="#555555", linestyle="--", linewidth=1, label=f"AdamW's final loss, {final:.3f}")
+    best = {f"{_NAMES[key]}, learning rate {found.rates[key]:g}": found.curves[key] for key in _NAMES}
     if found.crossed is not None:
-        axes.axvline(found.crossed, color="#555555", linestyle=":", linewidth=1)
-        axes.annotate(f"step {found.crossed}", (found.crossed, final), (6, 6), textcoords="offset points")
-    axes.set(xlabel="step", ylabel="validation loss, nats per byte", xlim=(0, found.validated[-1]))
-    axes.set_title(f"Best of {len(GRID)} learning rates, mean of {len(SEEDS)} seeds", fontsize=10)
-
-
-def _paint_grid(axes: Axes, rows: Sequence[Row]) -> None:
-    """Plot the final losses over the learning rates."""
-    for key, name in _NAMES.items():
-        tuned = [row for row in rows if row["optimizer"] == key and row["seed"] == SEEDS[0]]
-        ends = [row["losses"][-1] for row in tuned]
-        axes.plot([row["lr"] for row in tuned], ends, "o-", color=_COLOURS[key], label=name)
-    axes.set(xscale="log", xlabel="peak learning rate", ylabel=f"validation loss after {rows[0]['steps']} steps")
-    axes.set_xticks(GRID, [f"{lr:g}" for lr in GRID])
-    axes.minorticks_off()
-    axes.set_title("Grid of learning rates", fontsize=10)
+        left.axvline(found.crossed, color="#555555", linestyle=":", linewidth=1)
+        left.annotate(f"step {found.crossed}", (found.crossed, final), (6, 6), textcoords="offset points")
+    labels = {"xlabel": "step", "ylabel": "validation loss, nats per byte", "xlim": (0, found.validated[-1])}
+    curves = {label: (found.validated, losses) for label, losses in best.items()}
+    draw_curves(left, curves, level=(f"AdamW's final loss, {final:.3f}", final), **labels)
+    left.set_title(f"Best of {len(GRID)} learning rates, mean of {len(SEEDS)} seeds", fontsize=10)
+    tuned = {name: [r for r in rows if r["optimizer"] == key and r["seed"] == SEEDS[0]] for key, name in _NAMES.items()}
+    ends = {name: ([row["lr"] for row in some], [row["losses"][-1] for row in some]) for name, some in tuned.items()}
+    labels = {"xlabel": "peak learning rate", "ylabel": f"validation loss after {rows[0]['steps']} steps"}
+    styles = [{"color": colour, "marker": "o"} for colour in COLOURS]
+    draw_curves(right, ends, styles, ticks=GRID, xscale="log", **labels)
+    right.set_title("Grid of learning rates", fontsize=10)
+    save(figure, path)
 
 
 # ---- command line ---------------------------------------------------------------------------------------------------
@@ -238,7 +214,7 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
     say = partial(print, file=sys.stderr, flush=True) if group.rank() == 0 else lambda _: None
     rows = tune(say, options.steps, options.every)
     if group.rank() == 0:
-        report(rows, options.out / "optimizers-losses.jsonl", render)
+        report(rows, options.out / "optimizers-losses.jsonl")
         picture = (PICTURES if options.out == RESULTS else options.out) / "optimizers-losses.png"
         paint(rows, picture)
         print(f"wrote {picture}", flush=True)
@@ -246,17 +222,16 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
     return crossed is None or crossed >= options.steps
 
 
+def _check(options: argparse.Namespace) -> None:
+    if options.ranks < 1 or BATCH % options.ranks:
+        raise ValueError(f"--ranks must divide the global batch of {BATCH}, got {options.ranks}")
+    if not 1 <= options.every <= options.steps or options.steps % options.every:
+        raise ValueError(f"--every must divide --steps {options.steps}, got {options.every}")
+
+
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or train if a launcher started this process as a rank. Return the exit status."""
-    parser = options_of_ranks("bench.optimizers.losses", "AdamW and Muon on the text of the demo")
-    parser.add_argument("--steps", type=int, default=400, help="steps of each run (%(default)s)")
-    parser.add_argument("--every", type=int, default=10, help="steps between two validations (%(default)s)")
-    options = parser.parse_args(arguments)
-    if options.ranks < 1 or BATCH % options.ranks:
-        parser.error(f"--ranks must divide the global batch of {BATCH}, got {options.ranks}")
-    if not 1 <= options.every <= options.steps or options.steps % options.every:
-        parser.error(f"--every must divide --steps {options.steps}, got {options.every}")
-    return on_ranks("bench.optimizers.losses", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.optimizers.losses", arguments, _run_rank, _check)
 
 
 if __name__ == "__main__":

@@ -27,23 +27,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
 
 from bench.optimizers import sweep
+from bench.optimizers.builds import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.check import verify
-from bench.optimizers.libraries import LIBRARIES, installed
+from bench.optimizers.libraries import installed
 from bench.optimizers.peers import missing
-from bench.optimizers.systems import OF_FSDP2, OPTIMIZER, SYSTEMS
 from bench.optimizers.wire import sent_in_update
-from shardlite.lab.ranks import on_ranks, options_of_ranks
+from shardlite.lab.ranks import run_bench
 from shardlite.lab.systems import Build
-from shardlite.lab.table import Columns, Row, number, system_name, titled, write_rows
+from shardlite.lab.table import Row, render, write_rows
 from shardlite.lab.timer import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
-from shardlite.lab.workloads import MEASURED, WORKLOADS, Workload
+from shardlite.lab.workloads import Workload, chosen
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:
@@ -103,82 +101,40 @@ def _compared(rows: list[Row]) -> list[Row]:
     return rows
 
 
-_COLUMNS: Columns = {
-    "system": lambda row: system_name(row["system"]),
-    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
-    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
-    "above floor, ms": lambda row: number(row, "ms_above_floor", 0),
-    "above / FSDP2's": lambda row: number(row, "above_floor_vs_fsdp2", 2),
-    "above / DDP's": lambda row: number(row, "above_floor_vs_ddp", 2),
-    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
-    "CPU above floor, ms": lambda row: number(row, "cpu_ms_above_floor", 0),
-    "CPU above / FSDP2's": lambda row: number(row, "cpu_above_floor_vs_fsdp2", 2),
-    "sent by the optimizer, MiB": lambda row: f"{row['optimizer_bytes'] / 2**20:.1f}",
-    "peak, MiB": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}",
-}
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return a table for each model and number of ranks."""
-    runs = groupby(rows, key=lambda row: (row["model"], row["ranks"], row["date"]))
-    return "\n\n".join(_render_run(list(run)) for _, run in runs)
-
-
-def _render_run(rows: list[Row]) -> str:
-    first = rows[0]
-    heading = (
-        f"{first['words']} per rank, {first['parameters'] / 1e6:.1f}M parameters in fp32; {first['optimizer']}; "
-        f"{first['ranks']} ranks, {first['threads']} thread each; medians of {first['rounds']} interleaved steps"
-    )
-    return titled(heading, _COLUMNS, rows)
-
-
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
     """Measure as one of the ranks, and write the rows on rank 0. Return whether a sweep has found a defect."""
     if options.sweep:
         return sweep.run(options.sweep, options.only, group, options.out)
     systems = {name: SYSTEMS[name] for name in options.systems}
-    for name in MEASURED if options.model == "all" else (options.model,):
+    for workload in chosen(options.model):
         if group.rank() == 0:
-            print(f"optimizers: {name}, {group.size()} ranks: {', '.join(systems)}", file=sys.stderr, flush=True)
-        rows = measure(WORKLOADS[name], systems, options.steps, group)
+            words = f"optimizers: {workload.name}, {group.size()} ranks: {', '.join(systems)}"
+            print(words, file=sys.stderr, flush=True)
+        rows = measure(workload, systems, options.steps, group)
         if group.rank() == 0:
-            write_rows(rows, options.out / f"optimizers-{name}-{group.size()}ranks.jsonl")
+            write_rows(rows, options.out / f"optimizers-{workload.name}-{group.size()}ranks.jsonl")
             print(f"\n{render(rows)}\n", flush=True)
     return False
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = options_of_ranks("bench.optimizers", "step time of Muon, sharded and not sharded", [2])
-    parser.add_argument("--model", choices=["all", *WORKLOADS], default="all", help="(%(default)s)")
-    parser.add_argument(
-        "--systems", nargs="+", choices=SYSTEMS, help="systems to measure (all whose packages are installed)"
-    )
-    parser.add_argument("--steps", type=int, default=10, help="timed steps of each system (%(default)s)")
-    parser.add_argument(
-        "--sweep", nargs="+", choices=LIBRARIES, help="instead: train with every optimizer of these libraries"
-    )
-    parser.add_argument("--only", nargs="+", default=(), metavar="NAME", help="with --sweep: only these optimizers")
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> None:
+    """Check the options, and choose the systems whose packages are installed."""
     if options.sweep:
-        missing_libraries = [each for each in options.sweep if not installed(each)]
-        if missing_libraries:
-            parser.error(f"--sweep: not installed: run pip install --no-deps {' '.join(missing_libraries)}")
-        return options
-    absent = missing(options.systems or [*SYSTEMS])
-    if options.systems and absent:
-        parser.error(f"--systems: not installed: {', '.join(absent)}; run {'; '.join(absent.values())}")
-    for name, command in absent.items():
+        if absent := [each for each in options.sweep if not installed(each)]:
+            raise ValueError(f"--sweep: not installed: run pip install --no-deps {' '.join(absent)}")
+        return
+    without = missing(options.systems or [*SYSTEMS])
+    if options.systems and without:
+        raise ValueError(f"--systems: not installed: {', '.join(without)}; run {'; '.join(without.values())}")
+    for name, command in without.items():
         print(f"optimizers: without {name}, which is not installed; run {command}", file=sys.stderr)
-    options.systems = options.systems or [name for name in SYSTEMS if name not in absent]
+    options.systems = options.systems or [name for name in SYSTEMS if name not in without]
     if "ddp" not in options.systems:
-        parser.error("--systems must include ddp, because the other systems are verified against it")
+        raise ValueError("--systems must include ddp, because the other systems are verified against it")
     if min(*options.ranks, options.steps) < 1:
-        parser.error("--ranks and --steps must be at least 1")
-    return options
+        raise ValueError("--ranks and --steps must be at least 1")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    options = _options(arguments)
-    return on_ranks("bench.optimizers", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.optimizers", arguments, _run_rank, _check)

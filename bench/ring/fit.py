@@ -15,7 +15,7 @@ import numpy as np
 from shardlite.comm.schedule import all_gather, reduce_scatter
 from shardlite.comm.transfers import Schedule
 from shardlite.config import Algorithm
-from shardlite.lab.plan.clusters import LinkCost, Operation
+from shardlite.plan import LinkCost, Operation
 
 _COSTS = ("alpha", "beta", "gamma", "overhead")
 _ROUNDS = 20

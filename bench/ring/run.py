@@ -18,7 +18,7 @@ ranks. There is one JSON object (`"bench": "ring"`) per operation, size and syst
 | `goal`, `reached` | the intended `speedup`, and whether it was reached |
 | `load` | load average of the machine in the minute before the size was measured |
 
-For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.lab.plan.clusters`) that
+For each transport there are two more rows (`"bench": "ring-fit"`) with the link (`shardlite.plan`) that
 best explains the transport's times (`key` names the kind of time), and with the error of the fit.
 """
 
@@ -27,7 +27,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -36,21 +35,18 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from bench.ring.cases import GLOO, NCCL, OPERATIONS, Case, System, cases
 from bench.ring.fit import fit, predicted
-from bench.ring.systems import GLOO, NCCL, OPERATIONS, Case, System, cases
 from shardlite.cli.doctor.trials import start_together
 from shardlite.comm.chunking import CHUNK_BYTES
-from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER
+from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transport.shared_memory.transport import SharedMemoryTransport
 from shardlite.config import Algorithm, TransportName
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.plan.clusters import LINKS
-from shardlite.lab.ranks import device_of_rank, on_ranks, options_of_ranks
+from shardlite.lab.ranks import device_of_rank, run_bench
 from shardlite.lab.table import Row, differences, markdown_table, replace_rows, where
 from shardlite.lab.timer import Times, percentile, seconds
-
-SIZES: tuple[int, ...] = tuple(4096 << shift for shift in range(0, 15, 2))
-"""4 KiB to 64 MiB."""
+from shardlite.plan import LINKS
 
 TRANSPORTS: tuple[TransportName, ...] = ("shared_memory", "p2p")
 
@@ -250,22 +246,11 @@ def systems_on(device: torch.device, algorithms: Sequence[Algorithm]) -> list[Sy
     return [System(peer), *(System(*pair) for pair in product(transports, algorithms)), System("collectives", "ring")]
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = options_of_ranks("bench.ring", "collectives, compared with gloo's or NCCL's", [2, 4])
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes of the whole buffer (%(default)s)")
-    parser.add_argument(
-        "--rounds", type=int, default=20, help="timed calls; short calls are timed 5 times as often (%(default)s)"
-    )
-    parser.add_argument(
-        "--algorithms", nargs="+", choices=[a for a in ALGORITHMS if a != "hierarchical"], default=["ring", "direct"]
-    )
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> None:
     if min(options.ranks) < 2:
-        parser.error("--ranks must be at least 2: one rank sends nothing")
-    return options
+        raise ValueError("--ranks must be at least 2: one rank sends nothing")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    options = _options(arguments)
-    return on_ranks("bench.ring", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.ring", arguments, _run_rank, _check)

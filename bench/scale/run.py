@@ -35,19 +35,19 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.ring import run as ring
-from bench.ring.systems import GLOO, System
+from bench.ring.cases import GLOO, System
 from bench.scale import simulated
-from bench.scale.table import paint, render
-from bench.support.table import rows_for
+from bench.scale.results import paint
+from shardlite.cli import usage_errors
 from shardlite.lab.check import verify
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.plan.clusters import CLUSTERS
 from shardlite.lab.plan.source import find_source
-from shardlite.lab.ranks import one_of_them, report, start_ranks
+from shardlite.lab.ranks import one_of_them, parser_of, start_ranks
 from shardlite.lab.systems import SYSTEMS, Build
-from shardlite.lab.table import RESULTS, Row, read_rows, write_rows
+from shardlite.lab.table import Row, read_rows, report, rows_for, write_rows
 from shardlite.lab.timer import WARM_UP, milliseconds, percentile, seconds, time_steps
 from shardlite.lab.workloads import WORKLOADS, Batch, Workload
+from shardlite.plan import CLUSTERS
 
 SYSTEM = "stage3"
 
@@ -143,45 +143,30 @@ def _run_all(options: argparse.Namespace) -> int:
     rows += simulated.here(WORKLOADS[options.model], fit, measured)
     print(f"scale: simulating {options.planned} on {', '.join(options.named)}", file=sys.stderr, flush=True)
     rows += simulated.elsewhere([CLUSTERS[name] for name in options.named], options.planned)
-    report(rows, options.out / f"scale-{options.model}.jsonl", render)
+    report(rows, options.out / f"scale-{options.model}.jsonl")
     return 0
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.scale", description="weak and strong scaling")
-    parser.add_argument("--model", choices=list(WORKLOADS), default="gpt", help="measured model (%(default)s)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="must include 1 and 2 (%(default)s)")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps (%(default)s)")
-    parser.add_argument("--planned", default="gpt2-xl", help="preset simulated on named clusters (%(default)s)")
-    parser.add_argument("--named", nargs="*", choices=list(CLUSTERS), default=["dgx-h100", "ethernet-a100"])
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="only draw the newest rows; requires matplotlib")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    options = parser.parse_args(arguments)
-    if "RANK" not in os.environ:
-        _check(parser, options)
-    return options
-
-
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exit before the measurement if an option is wrong."""
+def _check(options: argparse.Namespace) -> None:
+    """Find a wrong option before the measurement."""
     if not {1, 2} <= set(options.ranks):
-        parser.error("--ranks must include 1 and 2, because the simulation is fitted to them")
+        raise ValueError("--ranks must include 1 and 2, because the simulation is fitted to them")
     if min(*options.ranks, options.steps) < 1:
-        parser.error("--ranks and --steps must be at least 1")
-    try:
-        for ranks in options.ranks:
-            divided(WORKLOADS[options.model], ranks)
-        find_source(options.planned, simulated.BATCH, None)
-    except ValueError as wrong:
-        parser.error(str(wrong))
+        raise ValueError("--ranks and --steps must be at least 1")
+    for ranks in options.ranks:
+        divided(WORKLOADS[options.model], ranks)
+    find_source(options.planned, simulated.BATCH, None)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and simulate, or draw rows. If a launcher started this process, measure as one of the ranks."""
-    options = _options(arguments)
+    parser = parser_of("bench.scale")
+    options = parser.parse_args(arguments)
     if "RANK" in os.environ:
         _run_rank(options)
         return 0
+    with usage_errors(parser):
+        _check(options)
     if options.figure:
         paint(rows_for(["bench/results/scale-gpt.jsonl", "bench=scale"]), options.figure)
         return 0

@@ -24,12 +24,10 @@ averaging does not, or if the error of accumulated gradients exceeds rounding.
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -51,10 +49,10 @@ from bench.strategies.rings import bucketed_ddp, ring
 from bench.strategies.sharded import fsdp2, sharded, shardlite
 from bench.strategies.wire import counted
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import on_ranks, options_of_ranks, report
-from shardlite.lab.table import RESULTS, Columns, Row, markdown_table, titled, where
+from shardlite.lab.memory.peak import live_bytes, peak_in
+from shardlite.lab.ranks import run_bench
+from shardlite.lab.table import RESULTS, Row, markdown_table, report, where
 from shardlite.lab.timer import largest, milliseconds, rotated, seconds
-from shardlite.telemetry.meter import Meter
 
 CLOSE = 0.02
 """Maximum difference of losses from those of one process, in nats per byte.
@@ -186,17 +184,11 @@ def sent_bytes(strategy: Strategy) -> int:
 
 def memory(strategy: Strategy) -> Row:
     """Return the bytes in tensors between two steps, and their peak during a step. Collective."""
-    gc.collect()
-    with Meter[None]() as meter:
-        before = meter.live
-    steps = Steps(strategy)
+    before, steps = live_bytes(_CPU), Steps(strategy)
     for _ in range(2):  # so that the optimizer has allocated its state
         steps.take()
-    gc.collect()
-    with Meter[None]() as meter:
-        held = meter.live
-        steps.take()
-    held, peak = largest([held - before, meter.peak - before], dist.group.WORLD)
+    held, peak = live_bytes(_CPU), peak_in(steps.take, _CPU)
+    held, peak = largest([held - before, peak - before], dist.group.WORLD)
     return {"held_bytes": round(held), "peak_bytes": round(peak)}
 
 
@@ -227,36 +219,8 @@ def larger_batches(say: Callable[[str], None]) -> list[Row]:
     return [accumulation, *({"bench": "strategies-batch"} | row | common for row in batch_size.learning_rates(say))]
 
 
-_COLUMNS: Columns = {
-    "strategy": lambda row: str(row["strategy"]),
-    "bytes sent": lambda row: str(row["formula"]),
-    "formula, KiB": lambda row: _kib(row["formula_bytes"]),
-    "counted, KiB": lambda row: _kib(row["sent_bytes"]),
-    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
-    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
-    "held, MiB": lambda row: f"{row['held_bytes'] / 2**20:.1f}",
-    "peak, MiB": lambda row: f"{row['peak_bytes'] / 2**20:.1f}",
-    "largest difference": lambda row: f"{row['largest_difference']:.4f}",
-}
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return a table for each number of ranks, a table of batch sizes, and a sentence on accumulation."""
-    made = {"strategies": _strategies, "strategies-batch": _batches, "strategies-accumulation": _accumulation}
-    runs = groupby(rows, key=lambda row: (row["bench"], row.get("ranks")))
-    return "\n\n".join(made[bench](list(run)) for (bench, _), run in runs)
-
-
-def _strategies(rows: Sequence[Row]) -> str:
-    first = rows[0]
-    heading = (
-        f"{first['words']}; {first['ranks']} ranks over gloo, {first['threads']} thread each; medians of "
-        f"{first['steps']} interleaved steps"
-    )
-    return titled(heading, _COLUMNS, rows, words=2)
-
-
-def _batches(rows: Sequence[Row]) -> str:
+def render_batches(rows: Sequence[Row]) -> str:
+    """Return a table with the final loss of each batch size and rule."""
     rules = list(dict.fromkeys(row["rule"] for row in rows if row["batch"] > rows[0]["batch"]))
     losses = {(row["batch"], row["rule"]): f"{row['losses'][-1]:.3f}" for row in rows}
     smallest = losses[rows[0]["batch"], rows[0]["rule"]]  # all rules coincide at the smallest batch
@@ -271,16 +235,13 @@ def _batches(rows: Sequence[Row]) -> str:
     )
 
 
-def _accumulation(rows: Sequence[Row]) -> str:
+def render_accumulation(rows: Sequence[Row]) -> str:
+    """Return a sentence on the gradients of micro-batches."""
     row = rows[0]
     return (
         f"Relative error of the gradient: {row['accumulated_off_by']:.1e} for {row['micro_batches']} micro-batches, "
         f"{row['large_batch_off_by']:.1e} for one batch of {row['batch']}; {where(row)}."
     )
-
-
-def _kib(nbytes: int) -> str:
-    return f"{nbytes / 2**10:.0f}"
 
 
 def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
@@ -300,24 +261,19 @@ def _run_rank(options: argparse.Namespace, group: dist.ProcessGroup) -> bool:
 
 def _report(rows: Sequence[Row], name: str, out: Path) -> None:
     """Write, print and plot rows."""
-    report(rows, out / f"{name}.jsonl", render)
+    report(rows, out / f"{name}.jsonl")
     for path in paint(rows, PICTURES if out == RESULTS else out):
         print(f"wrote {path}", flush=True)
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = options_of_ranks("bench.strategies", "all ways of data parallelism")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each strategy (%(default)s)")
-    parser.add_argument("--what", nargs="+", choices=["strategies", "batch"], default=["strategies", "batch"])
-    options = parser.parse_args(arguments)
+def _check(options: argparse.Namespace) -> None:
     if options.steps < 2 * AVERAGED_EVERY:
-        parser.error(f"--steps must be at least {2 * AVERAGED_EVERY}, or parameters are averaged less than twice")
+        raise ValueError(f"--steps must be at least {2 * AVERAGED_EVERY}, or parameters are averaged less than twice")
     if options.ranks < 2 or problem.BATCH % options.ranks:
-        parser.error(f"--ranks must be 2 or more and divide the global batch of {problem.BATCH}, got {options.ranks}")
-    return options
+        batch = problem.BATCH
+        raise ValueError(f"--ranks must be 2 or more and divide the global batch of {batch}, got {options.ranks}")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Start the ranks, or measure if a launcher started this process as a rank. Return the exit status."""
-    options = _options(arguments)
-    return on_ranks("bench.strategies", options.ranks, arguments, partial(_run_rank, options))
+    return run_bench("bench.strategies", arguments, _run_rank, _check)

@@ -18,6 +18,7 @@ from shardlite.cli.launch import (
 )
 from shardlite.cli.options import (
     MOST_RANKS,
+    add_options,
     check_file,
     check_folder,
     check_numbers,

@@ -52,10 +52,10 @@ def add_command(commands: Any, name: str) -> None:
         parser.set_defaults(**{each.name: each.default for each in kept})
     parser.set_defaults(parser=parser, run=described["run"], needs=described.get("needs"))
     for title, group in described["groups"].items():
-        _add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
+        add_options(parser.add_argument_group(title, group.get("about")) if title else parser, group)
 
 
-def _add_options(group: Any, described: Mapping[str, Any]) -> None:
+def add_options(group: Any, described: Mapping[str, Any]) -> None:
     """Add options to a parser or a group.
 
     A key `@name` stands for the shared options `name`. The value of the key overrides parts of these options.
@@ -63,7 +63,7 @@ def _add_options(group: Any, described: Mapping[str, Any]) -> None:
     for name, each in described.items():
         if name.startswith("@"):
             shared = _DESCRIBED["shared"][name[1:]]
-            _add_options(group, {key: {**option, **each.get(key, {})} for key, option in shared.items()})
+            add_options(group, {key: {**option, **each.get(key, {})} for key, option in shared.items()})
         elif name != "about":  # `about` is the description of the group
             named = {key: _NAMED.get(each[key], each[key]) for key in ("type", "action", "help") if key in each}
             group.add_argument(name, **{**each, **named})

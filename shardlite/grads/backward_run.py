@@ -21,18 +21,10 @@ from torch import Tensor, nn
 from shardlite.comm import FINISHED, SPARE, Work
 from shardlite.errors import PhaseError
 from shardlite.grads.bucket import Bucket
+from shardlite.grads.policy import BUCKETS, must_land_first, waits_for_unit
 from shardlite.grads.reduce import Reduction, Stepping, Terms
 from shardlite.grads.reducer import Reducer
 from shardlite.params import Unit
-
-BUCKETS = 2
-"""Maximum number of buckets on a CPU, not counting the root's bucket. One is reduced while the other is filled.
-
-The maximum is 1 if shards are stepped in the backward on CPUs: such a program aims at little memory, and reductions use
-the cores that would fill the next bucket. If the maximum is reached, a backward waits for a reduction before it
-allocates another bucket. The backward does not wait if a peer will start this reduction only after a gather that needs
-this rank; see `comm/control/progress.py`.
-"""
 
 
 class Mode(Enum):
@@ -109,6 +101,7 @@ class BackwardRun:
         self._begin = begin
         self._is_complete = is_complete
         self._reduces = mode.reduces
+        self._waits = [waits_for_unit(is_root, self._on_stream) for is_root in (False, True)]
         self._last: Unit | None = None  # the unit that received the latest gradient
         self._ready: set[Unit] = set()  # units whose gradients are complete, but whose reduction has not started
 
@@ -164,7 +157,7 @@ class BackwardRun:
         bucket = self._buckets[unit]
         # The root's gradients, and all on a GPU, stay in autograd's tensors until the unit's last gradient arrives. If
         # a parameter has several gradients, or gradients are kept unreduced, they are summed in the bucket.
-        stays = self._reduces and (self._on_stream or unit.is_root) and id(param) not in bucket.early
+        stays = self._reduces and self._waits[unit.is_root] and id(param) not in bucket.early
         if not bucket.full and not stays:
             self._land_finished()
             self._fill(bucket)
@@ -361,16 +354,3 @@ class HostRun(BackwardRun):
         reduction = queue.prepare(bucket, self._terms, first_bad, died=died)
         reduction.work = queue.operations.submit(partial(queue.reduce_unit, unit.name, reduction.inputs))
         self._record(reduction)
-
-
-def must_land_first(filled: int, is_root: bool, is_root_left: bool, saves_memory: bool) -> bool:
-    """Return whether the earliest reduction must end before a bucket is filled.
-
-    Args:
-        filled: number of buckets in use, not counting the root's bucket.
-        is_root: whether this is the root's bucket.
-        is_root_left: whether all other units have started their reductions. If so, no computation is left that could
-            overlap a reduction.
-        saves_memory: whether to save memory rather than overlap computation with reductions.
-    """
-    return is_root_left if is_root else saves_memory or filled >= BUCKETS

@@ -54,6 +54,7 @@ from shardlite.comm import (
 )
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers
+from shardlite.grads.policy import mean_stays
 from shardlite.grads.scale import SHARE_NUMEL, Share, divide, divisor_of
 from shardlite.params import Flat, Unit
 
@@ -188,7 +189,7 @@ class ReduceQueue:
 
     def __init__(self, context: Context, stage: int) -> None:
         self._context = context
-        self._stage = stage
+        self._mean_stays = mean_stays(stage, context.transport.world_size)
         self.operations = context.queue("reduce")
         """The queue that runs reductions and copies to buckets, one after the other."""
 
@@ -197,8 +198,7 @@ class ReduceQueue:
 
     def keeps_bucket(self, bucket: Bucket, stepping: Stepping | None) -> bool:
         """Return whether the bucket's memory becomes the gradient."""
-        stays = self._stage < 2 or bucket.unit.replicated or self._context.transport.world_size == 1
-        return stepping is None and stays
+        return stepping is None and (self._mean_stays or bucket.unit.replicated)
 
     def prepare(self, bucket: Bucket, terms: Terms, first_bad: int | None, *, died: bool) -> Reduction:
         """Return the reduction of a bucket, with memory for its results. The caller must submit it.
@@ -260,12 +260,13 @@ class ReduceQueue:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
         layout, dtype, rank = flat.gradients, flat.master.to_real(), self._context.transport.rank
         start, stop = layout.cuts[rank], layout.cuts[rank + 1]
+        stays = full.dtype == dtype and (self._mean_stays or flat.rank is None)
         if keeps:
             whole = own = full.new_empty(stop - start, dtype=dtype)
         elif flat.rank is None:
-            whole = full if full.dtype == dtype else full.new_empty(layout.full_numel, dtype=dtype)
+            whole = full if stays else full.new_empty(layout.full_numel, dtype=dtype)
             own = whole[start:stop]
-        elif (self._stage == 1 or len(layout.cuts) == 2) and full.dtype == dtype:
+        elif stays:
             whole = own = full[start:stop]
         else:
             whole = own = full.new_empty(stop - start, dtype=dtype)

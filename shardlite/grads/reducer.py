@@ -26,6 +26,7 @@ from torch import Tensor
 from shardlite.comm import Context, broadcast
 from shardlite.errors import LayoutError, PhaseError
 from shardlite.grads.bucket import Bucket, Spares
+from shardlite.grads.policy import before_root
 from shardlite.grads.reduce import ReduceQueue
 from shardlite.grads.results import GradientShards
 from shardlite.grads.scale import SharedScale
@@ -82,7 +83,7 @@ class ReductionOrder:
         self.units = [unit for unit in self._order if unit.trainable]
         """Units that have gradients, in the order of their reductions."""
 
-        self.before_root = max((place for place, unit in enumerate(self.units, 1) if not unit.is_root), default=0)
+        self.before_root = before_root([unit.is_root for unit in self.units])
         """Number of reductions after which only the root is left to reduce."""
 
 

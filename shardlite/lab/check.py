@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite.lab.matrix import ROUNDOFF, Setting
-from shardlite.lab.systems import OPTIONS, Build, Floor, Format, Trainer, flat
+from shardlite.lab.systems import OPTIONS, Build
 from shardlite.lab.timer import largest
+from shardlite.lab.trainer import Floor, Format, Trainer, flat
 from shardlite.lab.workloads import Workload
 
 STEPS = 3

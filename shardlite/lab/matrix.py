@@ -11,20 +11,20 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from shardlite import Precision
 from shardlite.lab.systems import (
     ADAMW,
     ORDERS,
+    STAGES,
+    TRANSPORTS,
     Build,
-    Trainer,
     build_ddp,
     build_floor,
-    build_format,
     build_fsdp1,
     build_fsdp2,
     build_shardlite,
-    build_zero,
+    zero_optimizer,
 )
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import Batch, Workload
 
 PrecisionName = Literal["fp32", "bf16"]
@@ -99,38 +99,25 @@ def settings(
     return [Setting(*each) for each in product(precisions, counts, norms)]
 
 
-def _format(
-    workload: Workload,
-    group: dist.ProcessGroup,
-    *,
-    compute: torch.dtype | None,
-    master: Literal["fp32", "split24"] = "fp32",
-    state: str = "fp32",
-    in_backward: bool = False,
-) -> Trainer:
-    precision = Precision(compute=compute, master="split24" if master == "split24" else torch.float32)
-    return build_format(workload, group, precision=precision, state=state, in_backward=in_backward)
-
-
 _ALWAYS: dict[str, Callable[..., Trainer]] = {
     "floor": build_floor,
     "ddp": build_ddp,
-    "zero": build_zero,
+    "zero": partial(build_ddp, optimizer=zero_optimizer),
     "fsdp1": build_fsdp1,
     "fsdp2": build_fsdp2,
-    **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
-    "int8": partial(_format, state="int8"),
-    **{name: partial(build_shardlite, stage=3, transport=name) for name in ("p2p", "collectives")},
+    **STAGES,
+    "int8": partial(build_shardlite, state="int8"),
+    **TRANSPORTS,
 }
 
-_IN_BACKWARD: dict[str, Callable[..., Trainer]] = {"in_backward": partial(_format, in_backward=True)}
+_IN_BACKWARD: dict[str, Callable[..., Trainer]] = {"in_backward": partial(build_shardlite, in_backward=True)}
 """Systems that support neither several micro-batches nor clipping."""
 
-_SPLIT: dict[str, Callable[..., Trainer]] = {"split24": partial(_format, master="split24")}
+_SPLIT: dict[str, Callable[..., Trainer]] = {"split24": partial(build_shardlite, master="split24")}
 """Systems that exist only in bf16."""
 
 _COMPACT: dict[str, Callable[..., Trainer]] = {
-    "compact": partial(_format, master="split24", state="int8", in_backward=True)
+    "compact": partial(build_shardlite, master="split24", state="int8", in_backward=True)
 }
 
 NAMES = (*_ALWAYS, *_IN_BACKWARD, *_SPLIT, *_COMPACT, *ORDERS)

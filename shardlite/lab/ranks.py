@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import tempfile
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from time import monotonic, sleep
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardlite.cli import launch, torchrun
-from shardlite.lab.table import RESULTS, Row, write_rows
-
-_GRACE = 35.0
-"""Seconds between SIGTERM and SIGKILL. `torchrun` itself kills ranks 30 s after it has sent SIGTERM."""
+from shardlite.cli import add_options, imported, launch, torchrun, usage_errors
+from shardlite.lab.table import RESULTS
 
 
 def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: bool = False) -> int:
@@ -32,40 +28,33 @@ def start_ranks(module: str, ranks: int, arguments: Sequence[str], *, quiet: boo
     return subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
 
 
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process group, and wait until all of its processes have ended.
-
-    Ranks are in separate sessions, and only their launcher can end them. So the launcher gets SIGTERM and has time to
-    react, even if the leader of the process group has already ended.
-    """
-    with suppress(ProcessLookupError):  # no process of the group is left
-        os.killpg(process.pid, signal.SIGTERM)
-        deadline = monotonic() + _GRACE
-        while monotonic() < deadline:
-            process.poll()
-            os.killpg(process.pid, 0)
-            sleep(0.05)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def options_of_ranks(module: str, description: str, ranks: int | Sequence[int] = 2) -> ArgumentParser:
-    """Return a parser with the options `--ranks` and `--out`. If `ranks` is a list, `--ranks` takes several numbers."""
-    parser = ArgumentParser(prog=f"python -m {module}", description=description)
-    several = None if isinstance(ranks, int) else "+"
-    parser.add_argument(
-        "--ranks", type=int, nargs=several, default=ranks, help="processes on this machine (%(default)s)"
-    )
+def parser_of(module: str) -> ArgumentParser:
+    """Return the parser of a bench, which `bench/options.json` describes. Choices may be a variable: `module:NAME`."""
+    described = json.loads((RESULTS.parent / "options.json").read_text())[module]
+    parser = ArgumentParser(prog=f"python -m {module}", description=described["about"])
+    for option in described.values():
+        if isinstance(option, dict) and isinstance(option.get("choices"), str):
+            option["choices"] = list(imported(*option["choices"].split(":")))
+    add_options(parser, described)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
     return parser
 
 
-def report(rows: Sequence[Row], file: Path, render: Callable[[Sequence[Row]], str] | None = None) -> None:
-    """Write rows to a file, and print them and their table."""
-    write_rows(rows, file)
-    print(*map(json.dumps, rows), sep="\n")
-    if render is not None:
-        print(f"\n{render(rows)}", flush=True)
+def run_bench(
+    module: str,
+    arguments: Sequence[str],
+    run: Callable[[Namespace, dist.ProcessGroup], object],
+    check: Callable[[Namespace], object] = lambda _: None,
+) -> int:
+    """Start the ranks of a bench, or call `run` as one of them. Return the exit status.
+
+    `check` gets the options, and raises `ValueError` if one is wrong. It may change them.
+    """
+    parser = parser_of(module)
+    options = parser.parse_args(arguments)
+    with usage_errors(parser):
+        check(options)
+    return on_ranks(module, options.ranks, arguments, partial(run, options))
 
 
 def on_ranks(

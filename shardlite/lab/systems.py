@@ -8,23 +8,26 @@
 | `stage0` to `stage3` | ShardLite, which finds the same units automatically |
 | `p2p`, `collectives` | ShardLite at stage 3, over the process group instead of shared memory |
 | `tree` | ShardLite at stage 3 with `order="tree"`, and one part of a batch per rank: the same sums in another order |
+| `activations` | forward and backward of the plain model, whose gradients are dropped; also in bf16 |
+| `plain` | the plain model on each rank separately; under autocast in `MIXED` |
+| `deepspeed1` to `deepspeed3` | DeepSpeed in fp32 at stages 1 to 3 of ZeRO, if installed |
+| the others | ShardLite at stage 3 in other formats; `compact` combines them with `in_backward` |
 
 All systems use fused AdamW. As is PyTorch's default, they free gradients after the step. With `compute`, weights in
 fp32 are cast to this dtype for forward and backward, and gradients are reduced in fp32. FSDP1, FSDP2 and ShardLite have
 an option for this; in the other systems the forward casts (`Cast`).
 
-Legend: `W` ranks, `n` elements in all parameters, `k` elements of one parameter on this rank.
+Legend: `W` ranks, `n` elements in all parameters.
 """
 
 from __future__ import annotations
 
 import importlib
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,16 +35,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import CustomPolicy
-from torch.distributed.tensor import DTensor
-from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite
-from shardlite.config import ReduceName, TransportName
-from shardlite.lab.workloads import Batch, Workload
+from shardlite.lab.trainer import (
+    Activations,
+    Autocast,
+    Cast,
+    DeepSpeed,
+    Floor,
+    Format,
+    Fsdp1,
+    InParts,
+    Trainer,
+    flat,
+    join,
+    whole_of_dtensor,
+)
+from shardlite.plan import Setting, Source
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 """Options of AdamW. They do not affect memory."""
@@ -49,168 +63,11 @@ OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.1
 ADAMW = f"fused AdamW, lr {OPTIONS['lr']:g}, betas {OPTIONS['betas']}, weight decay {OPTIONS['weight_decay']}"
 OPTIMIZER = f"{ADAMW}, no clipping"
 
-ZERO = "torch.distributed.optim"
+_ZERO = "torch.distributed.optim"
 """The module of `ZeroRedundancyOptimizer`. Its import takes long."""
 
-
-@dataclass(frozen=True)
-class Trainer:
-    """A system that has been built. `model(x, y)` returns the loss."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    whole: Callable[[Tensor], Tensor]
-    """Function of a shard that returns the full parameter or gradient, flattened. Collective."""
-
-    accumulation: int = 1
-    """Number of micro-batches per batch. Gradients are reduced once, in the backward of the last micro-batch."""
-
-    max_norm: float | None = None
-    """Norm to which gradients are clipped; `None` does not clip."""
-
-    forward: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(*batch)
-    """Function of the model and a batch that returns the loss, []."""
-
-    def backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward, and return the loss of this rank's batch, []."""
-        if self.accumulation == 1:
-            return self._backward(batch, 1)
-        micro_batches = list(zip(*(each.chunk(self.accumulation) for each in batch), strict=True))
-        with self._unsynced():
-            losses = [self._backward(each, self.accumulation) for each in micro_batches[:-1]]
-        losses.append(self._backward(micro_batches[-1], self.accumulation))
-        return torch.stack(losses).sum()
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Run the forward of one micro-batch, and return its loss, []."""
-        return self.forward(self.model, batch)
-
-    def differentiate(self, loss: Tensor) -> None:
-        """Run the backward of a loss."""
-        torch.autograd.backward(loss)
-
-    def update(self) -> Tensor | None:
-        """Clip if `max_norm` is set, step, and free the gradients.
-
-        Return the norm before clipping, a scalar tensor, or `None` if the gradients are not clipped.
-        """
-        norm = None if self.max_norm is None else self.clip(self.max_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return norm
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradients, with the model's own method if it has one. Return the norm before clipping, []."""
-        clip: Any = getattr(self.model, "clip_grad_norm_", None)
-        norm = clip(max_norm) if clip else nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-    def step(self, batch: Batch) -> Tensor:
-        """Take one step of training, and return the loss, []."""
-        loss = self.backward(batch)
-        self.update()
-        return loss
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters, unsharded and flattened, by their names in the plain model."""
-        return {name: self.whole(param.detach()) for name, param in self._named()}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, unsharded and flattened, by the names of their parameters."""
-        return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
-
-    def _backward(self, batch: Batch, parts: int) -> Tensor:
-        """Run forward and backward of one of `parts` micro-batches, and return its share of the loss, []."""
-        loss = self.loss(batch) if parts == 1 else self.loss(batch) / parts
-        self.differentiate(loss)
-        return loss.detach()
-
-    @contextmanager
-    def _unsynced(self) -> Iterator[None]:
-        """Do not reduce gradients within the block. A plain model never reduces gradients."""
-        if isinstance(self.model, FSDPModule):
-            self.model.set_requires_gradient_sync(False)
-            yield
-            self.model.set_requires_gradient_sync(True)
-        elif isinstance(self.model, DistributedDataParallel | FullyShardedDataParallel | ShardLite):
-            with self.model.no_sync():
-                yield
-        else:
-            yield
-
-    def _named(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield parameters by their names in the plain model, without the prefixes of DDP and `Cast`."""
-        return [(re.sub(r"^(module\.)+", "", name), param) for name, param in self.model.named_parameters()]
-
-
-class Floor(Trainer):
-    """A rank that does not communicate, and steps its shard as if the gradients of the shard were already reduced."""
-
-    def update(self) -> Tensor | None:
-        """Step `1/W` of the parameters, and drop the gradients of the model."""
-        norm = None
-        if self.max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(self.optimizer.param_groups[0]["params"], self.max_norm)
-        self.optimizer.step()
-        self.model.zero_grad()
-        return norm
-
-
-class Format(Trainer):
-    """A system whose state is not fp32, so only its losses are comparable."""
-
-
-class Fsdp1(Trainer):
-    """An FSDP1 model. Its parameters are views of flat shards, except inside `summon_full_params`."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters, unsharded and flattened, by their names in the plain model."""
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            return super().weights()
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Return all gradients, unsharded and flattened, by the names of their parameters."""
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
-            return super().gradients()
-
-    def _named(self) -> Iterable[tuple[str, Tensor]]:
-        return [(name.replace("_fsdp_wrapped_module.", ""), param) for name, param in self.model.named_parameters()]
-
-
-class Autocast(Trainer):
-    """A model under autocast to bf16, with weights in fp32."""
-
-    def loss(self, batch: Batch) -> Tensor:
-        """Run the forward of one micro-batch, and return its loss, []."""
-        with torch.autocast(batch[0].device.type, torch.bfloat16):
-            return super().loss(batch)
-
-
-class InParts(Trainer):
-    """A model with `order="tree"`, which requires a loop over `parts()`. Each rank has one part."""
-
-    def backward(self, batch: Batch) -> Tensor:
-        """Run forward and backward, and return the loss of this rank's batch, []."""
-        assert isinstance(self.model, ShardLite)
-        for _ in self.model.parts():
-            loss = super().backward(batch)
-        return loss
-
-
-class Cast(nn.Module):
-    """A model that runs with weights and inputs cast to `dtype`. Weights and gradients keep their dtype."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.module = model
-        self.dtype = dtype
-
-    def forward(self, *batch: Tensor) -> Tensor:
-        """Return the loss, []."""
-        cast = {name: param.to(self.dtype) for name, param in self.module.named_parameters()}
-        inputs = tuple(each.to(self.dtype) if each.is_floating_point() else each for each in batch)
-        loss: Tensor = functional_call(self.module, cast, inputs)
-        return loss
+Build = Callable[[Any, dist.ProcessGroup], Trainer]
+"""Function of a `Workload`, or of a `Source`, which has the same methods `model` and `units`."""
 
 
 def computing_in(model: nn.Module, compute: torch.dtype | None) -> nn.Module:
@@ -218,109 +75,164 @@ def computing_in(model: nn.Module, compute: torch.dtype | None) -> nn.Module:
     return model if compute is None else Cast(model, compute)
 
 
-Build = Callable[[Any, dist.ProcessGroup], Trainer]
-"""Function of a `Workload`, or of a `Source`, which has the same methods `model` and `units`."""
-
-
-def build_floor(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
+def build_floor(workload: Any, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
     """Build the plain model, and one parameter [n/W] that represents this rank's shard."""
     share = nn.Parameter(torch.full((-(-workload.parameters() // group.size()),), 0.02, device=workload.device))
     share.grad = torch.full_like(share, 1e-3)
     return Floor(computing_in(workload.model(), compute), torch_adamw([share]), flat)
 
 
-def build_ddp(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build `DistributedDataParallel`."""
-    model = wrap_ddp(computing_in(workload.model(), compute), group)
-    return Trainer(model, torch_adamw(model.parameters()), flat)
-
-
-def build_floor_in_bf16(workload: Workload, group: dist.ProcessGroup) -> Trainer:
+def build_floor_in_bf16(workload: Any, group: dist.ProcessGroup) -> Trainer:
     """Build the floor of a model in bf16, which casts nothing."""
     return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
 
 
-def build_fsdp2(
-    workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None, tuned: bool = False
+def build_plain(workload: Any, group: dist.ProcessGroup, *, kind: type[Trainer] = Trainer) -> Trainer:
+    """Build the plain model on each rank, without communication."""
+    del group
+    model = workload.model()
+    return kind(model, torch_adamw(model.parameters()), flat)
+
+
+def build_activations(workload: Any, group: dist.ProcessGroup, *, dtype: torch.dtype | None = None) -> Trainer:
+    """Build the plain model in a dtype. Its gradients are dropped when they arrive."""
+
+    def drop(param: Tensor) -> None:
+        param.grad = None
+
+    trainer = build_plain(workload, group, kind=Activations)
+    for param in trainer.model.to(dtype).parameters():
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+    return trainer
+
+
+def build_ddp(
+    workload: Any,
+    group: dist.ProcessGroup,
+    *,
+    compute: torch.dtype | None = None,
+    optimizer: Callable[[Iterable[nn.Parameter], dist.ProcessGroup], Optimizer] = lambda params, _: torch_adamw(params),
+    kind: type[Trainer] = Trainer,
 ) -> Trainer:
-    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in fp32.
+    """Build `DistributedDataParallel`."""
+    model = wrap_ddp(computing_in(workload.model(), compute), group)
+    return kind(model, optimizer(model.parameters(), group), flat)
+
+
+def build_fsdp1(workload: Any, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
+    """Build FSDP1, which has flat parameters. Without `compute`, gradients are reduced in their own dtype."""
+    model = workload.model()
+    chosen, policy = set(workload.units(model)), None
+    if compute is not None:
+        policy = fsdp.MixedPrecision(param_dtype=compute, reduce_dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
+        model = FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
+            device_id=next(model.parameters()).device,
+            mixed_precision=policy,
+            use_orig_params=True,
+        )
+    return Fsdp1(model, torch_adamw(model.parameters()), flat)
+
+
+def build_fsdp2(
+    workload: Any,
+    group: dist.ProcessGroup,
+    *,
+    compute: torch.dtype | None = None,
+    reduce: torch.dtype = torch.float32,
+    tuned: bool = False,
+    optimizer: Callable[[nn.Module], Optimizer] = lambda model: torch_adamw(model.parameters()),
+) -> Trainer:
+    """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in `reduce`.
 
     If `tuned`, the last block stays gathered until its backward, which comes next, as torchtitan does.
     """
     model = workload.model()
     units = workload.units(model)
-    model = wrap_fsdp2(model, units, group, Precision(compute=compute), kept=units[-1:] if tuned else ())
-    return Trainer(model, torch_adamw(model.parameters()), whole_of_dtensor)
+    mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else reduce)
+    for unit in [*units, model]:
+        reshard = False if tuned and unit is units[-1] else None  # `None` is the default
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    return Trainer(model, optimizer(model), whole_of_dtensor)
 
 
 def build_shardlite(
-    workload: Workload,
+    workload: Any,
     group: dist.ProcessGroup,
     *,
-    stage: int,
-    transport: TransportName = "auto",
-    reduce: ReduceName = "exact",
-    quantized_gather: bool = False,
-    compute: torch.dtype | None = None,
-) -> Trainer:
-    """Build ShardLite at one stage."""
-    model = ShardLite(
-        workload.model(),
-        stage=stage,
-        group=group,
-        route=Route(transport=transport, reduce=reduce),
-        precision=Precision(compute=compute, quantized_gather=quantized_gather),
-    )
-    whole = flat if stage == 0 else partial(join, group=group)
-    return Trainer(model, AdamW(model.parameters(), **OPTIONS), whole)
-
-
-def build_tree(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build ShardLite at stage 3 with a sum of gradients that does not depend on the number of ranks."""
-    model = ShardLite(workload.model(), group=group, route=Route(order="tree", parts=group.size()))
-    return InParts(model, AdamW(model.parameters(), **OPTIONS), partial(join, group=group))
-
-
-def build_plain(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model on each rank, without communication."""
-    del group
-    model = workload.model()
-    return Trainer(model, torch_adamw(model.parameters()), flat)
-
-
-def build_autocast(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build the plain model under autocast on each rank, without communication."""
-    del group
-    model = workload.model()
-    return Autocast(model, torch_adamw(model.parameters()), flat)
-
-
-def build_zero(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build DDP with `ZeroRedundancyOptimizer`, which shards its state by whole parameters (ZeRO stage 1)."""
-    model = wrap_ddp(computing_in(workload.model(), compute), group)
-    return Trainer(model, zero_optimizer(model.parameters(), group), flat)
-
-
-def build_fsdp1(workload: Workload, group: dist.ProcessGroup, *, compute: torch.dtype | None = None) -> Trainer:
-    """Build FSDP1."""
-    model = workload.model()
-    model = wrap_fsdp1(model, workload.units(model), group, Precision(compute=compute))
-    return Fsdp1(model, torch_adamw(model.parameters()), flat)
-
-
-def build_format(
-    workload: Workload,
-    group: dist.ProcessGroup,
-    *,
+    stage: int = 3,
     precision: Precision = Precision(),  # noqa: B008 (frozen)
+    compute: torch.dtype | None = None,
+    master: Any = None,
     state: str = "fp32",
     in_backward: bool = False,
-    transport: TransportName = "auto",
+    prefetch: int = 1,
+    **route: Any,
 ) -> Trainer:
-    """Build ShardLite at stage 3 in one of its formats."""
-    model = ShardLite(workload.model(), precision=precision, group=group, route=Route(transport=transport))
-    return Format(model, AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS), flat)
+    """Build ShardLite over a `Route`. `compute` and `master` replace those of `precision`."""
+    precision = replace(precision, compute=compute or precision.compute, master=master or precision.master)
+    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "device": workload.device}
+    model = ShardLite(workload.model(), stage=stage, group=group, route=Route(**route), **options)
+    optimizer = AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS)
+    if state != "fp32" or in_backward or precision.master == "split24":
+        return Format(model, optimizer, flat)
+    return Trainer(model, optimizer, flat if stage == 0 else partial(join, group=group))
 
+
+def build_tree(workload: Any, group: dist.ProcessGroup) -> Trainer:
+    """Build ShardLite at stage 3 with a sum of gradients that does not depend on the number of ranks."""
+    trainer = build_shardlite(workload, group, order="tree", parts=group.size())
+    return InParts(trainer.model, trainer.optimizer, trainer.whole)
+
+
+def build_deepspeed(workload: Any, _: dist.ProcessGroup, *, stage: int) -> Trainer:  # it takes the default group
+    """Build DeepSpeed. Its buckets are as large as the largest unit, because the default size is 2 GB."""
+    import deepspeed
+
+    model = workload.model()
+    units = workload.units(model) or [model]
+    numel = max(sum(param.numel() for param in unit.parameters()) for unit in units)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # required, but unused by a step
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel, "allgather_bucket_size": numel},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch_adamw(model.parameters())
+    engine, *__ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+    return DeepSpeed(engine, optimizer, flat)
+
+
+def wrap_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Wrap a model in PyTorch's `DistributedDataParallel`. Nothing is sharded."""
+    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+
+
+def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Optimizer:
+    """Return PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
+    make = _import_quietly(_ZERO).ZeroRedundancyOptimizer
+    optimizer: Optimizer = make(params, torch.optim.AdamW, process_group=group, fused=True, **OPTIONS)
+    return optimizer
+
+
+def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return PyTorch's fused AdamW with `OPTIONS`."""
+    return torch.optim.AdamW(params, fused=True, **OPTIONS)
+
+
+def _import_quietly(package: str) -> Any:
+    """Import a package without a warning. PyTorch 2.13 compiles `optim` with `torch.jit`, which is deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module(package)
+
+
+# ---- systems by name ------------------------------------------------------------------------------------------------
 
 _BF16 = Precision(compute=torch.bfloat16)
 _SPLIT = Precision(compute=torch.bfloat16, master="split24")
@@ -332,124 +244,102 @@ OPTIONS_OF_FORMATS: dict[str, dict[str, Any]] = {
     "bf16, int8": {"precision": _BF16, "state": "int8"},
     "compact": {"precision": _SPLIT, "state": "int8", "in_backward": True},
 }
-FORMATS: dict[str, Build] = {name: partial(build_format, **each) for name, each in OPTIONS_OF_FORMATS.items()}
+FORMATS: dict[str, Build] = {name: partial(build_shardlite, **each) for name, each in OPTIONS_OF_FORMATS.items()}
 """Formats of ShardLite at stage 3; `compact` combines the others. `bench.gpu` compares losses with a plain model's."""
 
-MIXED: dict[str, Build] = {
-    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16, tuned=True),
-    "plain": build_autocast,
-    "standard": partial(build_format, precision=_BF16),
-    "in_backward": partial(build_format, precision=_BF16, in_backward=True),
-    "compact": FORMATS["compact"],
-}
-"""Systems that compute in bf16 and reduce in fp32. `bench.gpu` compiles their blocks."""
+STAGES: dict[str, Callable[..., Trainer]] = {f"stage{n}": partial(build_shardlite, stage=n) for n in range(4)}
 
-SYSTEMS: dict[str, Build] = {
-    "floor": build_floor,
-    "ddp": build_ddp,
-    "fsdp2": build_fsdp2,
-    **{f"stage{stage}": partial(build_shardlite, stage=stage) for stage in range(4)},
-}
+SYSTEMS: dict[str, Build] = {"floor": build_floor, "ddp": build_ddp, "fsdp2": build_fsdp2, **STAGES}
 
-TRANSPORTS: dict[str, Build] = {
-    "p2p": partial(build_shardlite, stage=3, transport="p2p"),
-    "collectives": partial(build_shardlite, stage=3, transport="collectives"),
+TRANSPORTS: dict[str, Callable[..., Trainer]] = {
+    name: partial(build_shardlite, transport=name) for name in ("p2p", "collectives")
 }
 """ShardLite at stage 3 over the process group, which the other systems also use."""
 
 ORDERS: dict[str, Build] = {"tree": build_tree}
 """ShardLite at stage 3 with a different order of addition."""
 
+_OVER_NCCL = partial(build_shardlite, precision=_BF16, transport="collectives")
+ON_GPU: dict[str, Build] = {
+    "fsdp2": partial(build_fsdp2, compute=torch.bfloat16, tuned=True),
+    "floor": build_floor_in_bf16,
+    "exact": _OVER_NCCL,
+    "fast": partial(_OVER_NCCL, reduce="fast"),
+    "in_backward": partial(_OVER_NCCL, in_backward=True),
+    "quantized": partial(_OVER_NCCL, precision=replace(_BF16, quantized_gather=True)),
+    "registered": partial(_OVER_NCCL, registered=True),
+    "symmetric_memory": partial(_OVER_NCCL, transport="symmetric_memory"),
+    "ddp": partial(build_ddp, kind=Autocast),
+}
+"""Systems of the probes of GPUs. All compute in bf16 and reduce in fp32, except DDP, which has autocast."""
 
-Units = Sequence[nn.Module]
-
-
-def wrap_ddp(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Wrap a model in PyTorch's `DistributedDataParallel`. Nothing is sharded."""
-    return DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
-
-
-def wrap_fsdp1(
-    model: nn.Module, units: Sequence[nn.Module], group: dist.ProcessGroup, precision: Precision
-) -> nn.Module:
-    """Wrap a model in PyTorch's FSDP1, which has flat parameters. The arguments are those of `wrap_fsdp2`."""
-    chosen = set(units)
-    policy = None
-    if precision.compute is not None:
-        policy = fsdp.MixedPrecision(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "FSDP is switching to use `NO_SHARD`")  # one rank has nothing to shard
-        return FullyShardedDataParallel(
-            model,
-            process_group=group,
-            auto_wrap_policy=CustomPolicy(lambda module: module in chosen),
-            device_id=_device_of(model),
-            mixed_precision=policy,
-            use_orig_params=True,
-        )
+MIXED: dict[str, Build] = {
+    "fsdp2": ON_GPU["fsdp2"],
+    "plain": partial(build_plain, kind=Autocast),
+    "standard": FORMATS["bf16"],
+    "in_backward": partial(build_shardlite, precision=_BF16, in_backward=True),
+    "compact": FORMATS["compact"],
+}
+"""Systems that compute in bf16 and reduce in fp32. `bench.gpu` compiles their blocks."""
 
 
-def wrap_fsdp2(
-    model: nn.Module,
-    units: Sequence[nn.Module],
-    group: dist.ProcessGroup,
-    precision: Precision,
-    kept: Sequence[nn.Module] = (),
-) -> nn.Module:
-    """Shard a model with PyTorch's `fully_shard`, unit by unit, and return it.
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """A system whose memory is measured. It trains the model of a `Source`."""
 
-    Args:
-        model: the model, on the device where it is trained.
-        units: modules whose weights are gathered together: inner modules first, without the root.
-        group: all ranks.
-        precision: only `compute` and `reduce` are used. Without `compute`, gradients are reduced in their own dtype.
-        kept: units that stay gathered from their forward to their backward, as the root does.
-    """
-    mesh = DeviceMesh.from_group(group, _device_of(model).type)
-    reduce = None if precision.compute is None else precision.reduce
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=reduce)
-    for unit in [*units, model]:
-        reshard = False if unit in kept else None  # `None` is the default
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return model
+    build: Build
+    setting: Setting | None = None
+    """The options of ShardLite, from which the memory of the system is predicted. `None` for other systems."""
 
+    dtype: torch.dtype | None = None
+    """The dtype of the inputs, if it is not their own."""
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    package: str = "torch"
+    """The package that the system imports."""
 
+    @property
+    def missing(self) -> str:
+        """Return why the system cannot run here, or `""` if it can."""
+        if find_spec(self.package) is not None:
+            return ""
+        return f"{self.package} is not installed; pip install {self.package}"
 
-def import_quietly(package: str) -> Any:
-    """Import a package without a warning. PyTorch 2.13 compiles `optim` with `torch.jit`, which is deprecated."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return importlib.import_module(package)
+    def prepare(self) -> None:
+        """Import the package, so that the import is not measured."""
+        _import_quietly(self.package)
+
+    def train(self, source: Source, group: dist.ProcessGroup) -> Trainer:
+        """Return the system with the model of `source`, ready to train on its batch."""
+        trainer = self.build(source, group)
+        loss = source.loss(trainer.model, self.dtype)
+        return replace(trainer, forward=lambda *_: loss())
 
 
-def zero_optimizer(params: Iterable[nn.Parameter], group: dist.ProcessGroup) -> Optimizer:
-    """Return PyTorch's optimizer that shards its state by whole parameters (ZeRO stage 1)."""
-    make = import_quietly(ZERO).ZeroRedundancyOptimizer
-    optimizer: Optimizer = make(params, torch.optim.AdamW, process_group=group, fused=True, **OPTIONS)
-    return optimizer
+def shardlite_system(setting: Setting) -> System:
+    """Return ShardLite with the options of `setting` as a system."""
+    names = ("stage", "precision", "state", "in_backward", "prefetch")
+    return System(build=partial(build_shardlite, **{name: getattr(setting, name) for name in names}), setting=setting)
 
 
-def torch_adamw(params: Iterable[nn.Parameter]) -> Optimizer:
-    """Return PyTorch's fused AdamW with `OPTIONS`."""
-    return torch.optim.AdamW(params, fused=True, **OPTIONS)
+def fsdp2_system(precision: Precision) -> System:
+    """Return FSDP2 with the dtypes of `precision` as a system."""
+    return System(build=partial(build_fsdp2, compute=precision.compute, reduce=precision.reduce))
 
 
-def flat(tensor: Tensor) -> Tensor:
-    """Return a flat copy of a tensor."""
-    return tensor.detach().reshape(-1).clone()
-
-
-def whole_of_dtensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor of a DTensor, flattened. Collective."""
-    assert isinstance(tensor, DTensor)
-    return flat(tensor.full_tensor())
-
-
-def join(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the shards [k] of all ranks, in the order of ranks."""
-    parts: list[Tensor] = [local] * group.size()
-    dist.all_gather_object(parts, local.clone(), group=group)
-    return torch.cat([part.reshape(-1) for part in parts])
+_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    **{f"stage{stage}": {"stage": stage} for stage in range(4)},
+    **OPTIONS_OF_FORMATS,
+    "in_backward, prefetch 0": {"in_backward": True, "prefetch": 0},
+}
+MEASURED: dict[str, System] = {
+    "activations": System(build=build_activations),
+    "activations, bf16": System(build=partial(build_activations, dtype=torch.bfloat16), dtype=torch.bfloat16),
+    "plain": System(build=build_plain),
+    "ddp": System(build=build_ddp),
+    "zero": System(build=partial(build_ddp, optimizer=zero_optimizer), package=_ZERO),
+    "fsdp1": System(build=build_fsdp1),
+    "fsdp2": System(build=build_fsdp2),
+    **{f"deepspeed{n}": System(build=partial(build_deepspeed, stage=n), package="deepspeed") for n in (1, 2, 3)},
+    **{name: shardlite_system(Setting(on_gpu=False, **options)) for name, options in _SETTINGS.items()},
+}
+"""All systems whose memory is measured: PyTorch's, then DeepSpeed's, then ShardLite's."""

@@ -1,4 +1,10 @@
-"""Rows in files, and their tables. `bench.support.table` selects rows; `bench.step` defines the keys.
+"""Rows in files, and their tables. `tables.json` describes columns; `bench.step` defines the keys of rows.
+
+    python -m shardlite.lab.table bench/results/step-gpt-2ranks.jsonl --select bench=step model=gpt ranks=2
+
+prints the table of the matching rows: those of the newest run of `python -m bench` that has any, or of the named files.
+`python -m bench` writes the rows of all benches to one file, `MACHINE-DATE.jsonl`. The term `clip=none` matches rows
+without clipping.
 
 A key contains the unit of its values (`cpu_ms_p50`, `peak_bytes`). `_vs_` denotes a ratio (`ms_vs_ddp`). `names.json`
 has the names of systems, words and units.
@@ -6,33 +12,59 @@ has the names of systems, words and units.
 
 from __future__ import annotations
 
+import argparse
 import json
+import re
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from importlib import import_module
 from itertools import groupby
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], str]]
+Columns = Mapping[str, str]
+"""The template of each column's cells, see `filled`. A column whose name begins with `?` is left out if it is empty."""
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 _NAMES = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
 _BINARY = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "bytes"))
 
-_COLUMNS: Columns = {
-    "system": lambda row: system_name(row["system"]),
-    "step, ms": lambda row: f"{row['ms_p50']:.0f}",
-    "p20 to p80": lambda row: f"{row['ms_p20']:.0f} to {row['ms_p80']:.0f}",
-    "per second": lambda row: f"{row['per_second']:.0f}",
-    "CPU, ms": lambda row: f"{row['cpu_ms_p50']:.0f}",
-    "above floor, ms": lambda row: number(row, "ms_above_floor", 0),
-    "above / FSDP2's": lambda row: number(row, "above_floor_vs_fsdp2", 2),
-    "step / DDP's": lambda row: number(row, "ms_vs_ddp", 2),
-    "peak, MiB": lambda row: _mebibytes(row, 0),
-    "held, MiB": lambda row: _mebibytes(row, row["activation_bytes"]),
-    "held / FSDP2's": lambda row: number(row, "held_vs_fsdp2", 2),
+_DESCRIBED = json.loads(Path(__file__).with_name("tables.json").read_text(encoding="utf-8"))
+TABLES: Mapping[str, Mapping[str, Any]] = _DESCRIBED["tables"]
+"""For each value of the key `bench`: `columns`, the `head` above a table, and the keys `by` which rows are divided."""
+
+PROBES: Mapping[str, Mapping[str, Any]] = _DESCRIBED["gpu"]
+"""For each probe of one GPU: `heading`, `words` and `columns`. Rows that lack the first column are not in the table."""
+
+PROBES_OF_RANKS: Mapping[str, Mapping[str, Any]] = _DESCRIBED["gpu-ranks"]
+"""For each module of probes of several GPUs: `words` and `columns`."""
+
+RENDERERS = {
+    "step": "bench.step:render_runs",
+    "footprint": "shardlite.lab.memory.text:as_markdown",
+    "ring": "bench.ring.run:render_speedups",
+    "scale": "bench.scale.results:render",
+    "kernels": "shardlite.lab.table:differences",
+    "formats": "shardlite.lab.table:differences",
+    "gpu": "bench.gpu.results:render",
+    "gpu-ranks": "bench.gpu.results:render_ranks",
+    "optimizers-losses": "bench.optimizers.losses:render",
+    "optimizers-sweep": "bench.optimizers.sweep:table",
+    "strategies-accumulation": "bench.strategies.run:render_accumulation",
+    "strategies-batch": "bench.strategies.run:render_batches",
 }
+"""For other values of `bench`, the function that renders rows. The table of the others follows from `TABLES`."""
+
+_DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
+
+_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
+"""Values to assume if a row lacks these keys."""
+
+
+class NoRowsError(ValueError):
+    """Raised if no row has the requested values."""
 
 
 def read_rows(files: Iterable[Path]) -> list[Row]:
@@ -54,13 +86,133 @@ def replace_rows(file: Path, key: str, runs: Container[str], rows: Sequence[Row]
     beside.replace(file)
 
 
-def render(rows: Sequence[Row]) -> str:
-    """Return one table for each model and number of ranks, with a heading.
+def report(rows: Sequence[Row], file: Path) -> None:
+    """Write rows to a file, and print them and their table, if there is one for their bench."""
+    write_rows(rows, file)
+    print(*map(json.dumps, rows), sep="\n")
+    if rows[0]["bench"] in {*TABLES, *RENDERERS}:
+        print(f"\n{render(rows)}", flush=True)
 
-    For a run with several settings, the table shows throughput, with one column per setting.
+
+# ---- selection ------------------------------------------------------------------------------------------------------
+
+
+def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.parents[1]) -> list[Row]:
+    """Return the rows that are selected by the words of a command.
+
+    Args:
+        words: words that end in `.jsonl` are files, relative to `root`; `KEY=VALUE` are terms that rows must match.
+            Other words are ignored.
+        folder: folder of the runs of `python -m bench`.
+        root: root of the repository.
+
+    Raises:
+        NoRowsError: No row matches.
     """
-    runs = [list(run) for _, run in groupby(rows, key=_run)]
-    return "\n\n".join((_render_settings if _settings(run)[1:] else _render_run)(run) for run in runs)
+    terms = dict(word.split("=", 1) for word in words if "=" in word)
+    files = [root / word for word in words if word.endswith(".jsonl")]
+    candidates = [*([file] for file in runs(folder) if terms), files]
+    for each in candidates:
+        if found := [row for row in read_rows(each) if matches(row, terms)]:
+            return found
+    raise NoRowsError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
+
+
+def gpu_has_run(folder: Path = RESULTS) -> bool:
+    """Return whether the folder has a result of `bench.gpu`: the bits of a kernel, or a time."""
+    rows = read_rows(folder.glob("gpu-*.jsonl"))
+    return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
+
+
+def runs(folder: Path = RESULTS) -> list[Path]:
+    """Return the files of `python -m bench`, newest first."""
+    dated = [(found[1], file) for file in folder.glob("*.jsonl") if (found := _DATE.search(file.name))]
+    return [file for _, file in sorted(dated, reverse=True)]
+
+
+def matches(row: Row, terms: dict[str, str]) -> bool:
+    """Return whether a row has the values of the terms, compared as text."""
+    values = {**_DEFAULTS, **row}
+    return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def render(rows: Sequence[Row]) -> str:
+    """Return the tables of rows, bench by bench in a fixed order.
+
+    Raises:
+        ValueError: There is no table for rows of the first row's bench.
+    """
+    benches = [bench for bench in {**TABLES, **RENDERERS} if any(row["bench"] == bench for row in rows)]
+    if rows[0]["bench"] not in benches:
+        known = ", ".join({**RENDERERS, **TABLES})
+        raise ValueError(f"there is no table for rows of {rows[0]['bench']!r}; choose rows of {known}")
+    return "\n\n".join(_render(bench, [row for row in rows if row["bench"] == bench]) for bench in benches)
+
+
+def _render(bench: str, rows: Sequence[Row]) -> str:
+    if bench in RENDERERS:
+        module, _, name = RENDERERS[bench].partition(":")
+        table: str = getattr(import_module(module), name)(rows)
+        return table
+    head, by, words = (TABLES[bench].get(key, other) for key, other in (("head", ""), ("by", ()), ("words", 1)))
+    runs = (list(run) for _, run in groupby(rows, key=lambda row: [row[key] for key in by]))
+    heads = f"{head}; {{machine}}, torch {{torch}}, {{date}}.\n\n" * bool(head)
+    return "\n\n".join(f"{filled(heads, run[0])}{table_of(TABLES[bench]['columns'], run, words=words)}" for run in runs)
+
+
+class _Template(Formatter):
+    """Formats `{KEY:FORMAT UNIT}` as the value of a row's key in a unit. `{KEY|OTHER}` takes the first there is."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> Any:
+        found = (kwargs.get(key) for key in field_name.split("|"))
+        return next(value for value in found if value is not None and value != []), field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        how, _, unit = format_spec.partition(" ")
+        if how in _FORMATS:
+            return _FORMATS[how](value)
+        return format(value * _FACTORS[unit] if unit in _FACTORS else value / _DIVISORS[unit] if unit else value, how)
+
+
+_FORMATS: Mapping[str, Callable[[Any], str]] = {
+    "name": lambda value: system_name(value),
+    "yes": lambda value: "yes" if value else "no",
+    "pairs": lambda value: ", ".join(f"{name} {count:g}" for name, count in value.items()),
+    "range": lambda value: f"{min(value):.2f} to {max(value):.2f}",
+}
+_FACTORS = {"percent": 100}
+_DIVISORS = {"MB": 1e6, "million": 1e6, **{name: size for size, name in _BINARY}}
+
+
+def filled(template: str, row: Row) -> str:
+    """Return a template with the values of a row, or an empty string if the row lacks one of them."""
+    try:
+        return _Template().vformat(template, (), row)
+    except StopIteration:
+        return ""
+
+
+def table_of(columns: Columns, rows: Sequence[Row], *, words: int = 1) -> str:
+    """Return a Markdown table of rows. If a row has an `error`, the last column has it."""
+    if any("error" in row for row in rows):
+        columns = {**columns, "failed": "{error_text}"}
+        rows = [{**row, "error_text": _escaped(row.get("error", "")) or None} for row in rows]
+    return markdown_table(cells_of(columns, rows), words=words)
+
+
+def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
+    """Return the header and the cells of each row."""
+    cells = {name: [filled(template, row) for row in rows] for name, template in columns.items()}
+    kept = {name.removeprefix("?"): each for name, each in cells.items() if name[0] != "?" or any(each)}
+    return [list(kept), *map(list, zip(*kept.values(), strict=True))]
+
+
+def _escaped(error: object) -> str:
+    text = str(error).replace("|", "/").replace("`", "'").replace("\n", " ")
+    return f"`{text}`" if text else ""
 
 
 def where(row: Row) -> str:
@@ -68,82 +220,11 @@ def where(row: Row) -> str:
     return f"{row['machine']}, torch {row['torch']}, {row['date']}"
 
 
-def number(row: Row, key: str, digits: int) -> str:
-    """Format a number, or return an empty string if the row lacks the key."""
-    return "" if row.get(key) is None else f"{row[key]:.{digits}f}"
-
-
-def _mebibytes(row: Row, less: int) -> str:
-    return "" if row["peak_bytes"] is None else f"{(row['peak_bytes'] - less) / 2**20:.0f}"
-
-
-def _run(row: Row) -> tuple[object, ...]:
-    return row["model"], row["ranks"], row["transport"], row["machine"], row["date"]
-
-
-def _settings(rows: Sequence[Row]) -> list[str]:
-    """Return the settings of the rows in words."""
-    return list(dict.fromkeys(map(_setting, rows)))
-
-
-def _setting(row: Row) -> str:
-    count, clip = row.get("accumulation", 1), row.get("clip")
-    words = [row.get("precision", "fp32"), f"{count} micro-batches" if count > 1 else "", "clipped" if clip else ""]
-    return ", ".join(filter(None, words))
-
-
-def _render_settings(rows: list[Row]) -> str:
-    rates = {(row["system"], _setting(row)): f"{row['per_second']:.0f}" for row in rows}
-    found = _settings(rows)
-    cells = [["system", *found]]
-    for system in dict.fromkeys(row["system"] for row in rows):
-        cells.append([system_name(system), *(rates.get((system, setting), "") for setting in found)])
-    first = rows[0]
-    optimizer = first["optimizer"].partition(", no clipping")[0]
-    heading = (
-        f"{first['item'].capitalize()} per second of {first['ranks']} ranks together; {first['words']} per rank and "
-        f"micro-batch, {first['parameters'] / 1e6:.1f}M parameters; units: {first['units']}; {optimizer}; "
-        f"over {first['transport']}, {first['threads']} thread each; medians of {first['rounds']} interleaved steps; "
-        f"{where(first)}."
-    )
-    return f"{heading}\n\n{markdown_table(cells)}"
-
-
-def _render_run(rows: list[Row]) -> str:
-    known = {name: cell for name, cell in _COLUMNS.items() if name != "per second" or "per_second" in rows[0]}
-    cells = cells_of(known, rows)
-    cells[0] = [f"{rows[0]['item']}/s" if name == "per second" else name for name in cells[0]]
-    return f"{_heading(rows[0])}\n\n{markdown_table(cells)}"
-
-
-def _heading(row: Row) -> str:
-    """Return the heading of a run."""
-    count = row.get("accumulation", 1)
-    batches = f" in each of {count} micro-batches" if count > 1 else ""
-    compute = ", computing in bf16" if row.get("precision") == "bf16" else ""
-    return (
-        f"{row['words']} per rank{batches}, {row['parameters'] / 1e6:.1f}M parameters in fp32{compute}; "
-        f"units: {row['units']}; "
-        f"{row['optimizer']}; {row['ranks']} ranks over {row['transport']}, {row['threads']} thread each; "
-        f"medians of {row['rounds']} interleaved steps; {where(row)}."
-    )
-
-
-def cells_of(columns: Columns, rows: Sequence[Row]) -> list[list[str]]:
-    """Return the header and the cells of each row."""
-    return [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
-
-
 def markdown_table(cells: Sequence[Sequence[str]], *, words: int = 1) -> str:
     """Return a Markdown table. The first line is the header. The first `words` columns are aligned left."""
     header, *body = cells
     rule = [*["---"] * words, *["---:"] * (len(header) - words)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [header, rule, *body])
-
-
-def titled(heading: str, columns: Columns, rows: Sequence[Row], *, words: int = 1) -> str:
-    """Return a table of rows with a heading, followed by the machine, the PyTorch version and the date."""
-    return f"{heading}; {where(rows[0])}.\n\n{markdown_table(cells_of(columns, rows), words=words)}"
 
 
 def differences(rows: Sequence[Row]) -> str:
@@ -224,3 +305,21 @@ def _text(key: str, value: Any, scale: float) -> str:
         return f"{value:,}"
     scaled = value / scale
     return f"{scaled:,.0f}" if abs(scaled) >= 99.95 else f"{scaled:#.3g}"
+
+
+def main() -> None:
+    """Print the tables of the given files, of the selected rows, or of all rows of `bench.step`."""
+    parser = argparse.ArgumentParser(prog="python -m shardlite.lab.table", description=main.__doc__)
+    parser.add_argument("files", nargs="*", help="files of rows, one JSON object per line")
+    words = "values that rows must have; the newest run with such rows is used"
+    parser.add_argument("--select", nargs="+", default=[], metavar="KEY=VALUE", help=words)
+    options = parser.parse_args()
+    files = options.files or ([] if options.select else sorted(map(str, RESULTS.glob("step-*.jsonl"))))
+    try:
+        print(render(rows_for([*files, *options.select], root=Path())))
+    except (ValueError, OSError) as wrong:
+        parser.error(str(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,9 @@ from time import perf_counter, process_time, thread_time
 import torch
 import torch.distributed as dist
 
-from shardlite.lab.systems import Build, Trainer
+from shardlite.lab.memory.peak import live_bytes, peak_in
+from shardlite.lab.systems import Build
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import Workload
 from shardlite.telemetry import Meter
 
@@ -83,20 +85,12 @@ def peak_bytes(workload: Workload, build: Build, group: dist.ProcessGroup) -> in
 
     On a GPU, these are the bytes that PyTorch's allocator has allocated.
     """
-    before = _live_bytes(workload.device)
+    before = live_bytes(workload.device)
     trainer = build(workload, group)
     for step in range(WARM_UP):
         trainer.step(workload.batch(group.rank(), step))
     batch = workload.batch(group.rank(), WARM_UP)
-    gc.collect()
-    if workload.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(workload.device)
-        trainer.step(batch)
-        peak = torch.cuda.max_memory_allocated(workload.device)
-    else:
-        with Meter[None]() as meter:
-            trainer.step(batch)
-        peak = meter.peak
+    peak = peak_in(partial(trainer.step, batch), workload.device)
     return int(largest([peak - before], group)[0])
 
 
@@ -131,14 +125,6 @@ def quantiles(key: str, values: Sequence[float], digits: int) -> dict[str, float
 def milliseconds(wall: Sequence[float]) -> dict[str, float]:
     """Return the entries `ms_p20`, `ms_p50` and `ms_p80` of a row, from times in seconds."""
     return quantiles("ms", [1e3 * each for each in wall], 2)
-
-
-def _live_bytes(device: torch.device) -> int:
-    gc.collect()
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with Meter[None]() as meter:
-        return meter.live
 
 
 def rotated(names: Sequence[str], turn: int) -> Sequence[str]:

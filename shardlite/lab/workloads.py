@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from shardlite.lab.gpt import BYTE_VALUES, GPT
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.train.gpt import BYTE_VALUES, GPT
 from shardlite.lab.train.settings import GPTConfig
 
 Batch = tuple[Tensor, Tensor]
@@ -329,3 +329,11 @@ GPUs. `pieces` is for checkpoints, `small` for many settings in little time, and
 host's work around blocks that take almost no time to compute. Models of transformers require the package
 `transformers`.
 """
+
+CHOICES = ("all", *WORKLOADS)
+"""Values of `--model` of a bench that measures `all` models of `MEASURED`."""
+
+
+def chosen(model: str) -> list[Workload]:
+    """Return the workloads that a value in `CHOICES` selects."""
+    return [WORKLOADS[name] for name in (MEASURED if model == "all" else (model,))]

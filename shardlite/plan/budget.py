@@ -17,6 +17,7 @@ from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 
 from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
+from shardlite.grads import mean_stays
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Placement, Plan, build_units, placement_of
 
@@ -154,18 +155,18 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
 
 
 def _flat_budget(flat: Flat, recipe: Recipe) -> FlatBudget:
-    """Return the budget of a flat. The memory of its mean is counted as `grads/reduce.py` allocates it."""
+    """Return the budget of a flat. `grads/policy.py` decides where its mean is."""
     full, world_size, master = flat.gradients.full_numel, recipe.world_size, flat.master.to_real()
     same = flat.reduce == master
     sent = (world_size - 1) * (full // world_size) * flat.reduce.itemsize
     mean = full // world_size * master.itemsize
     if flat.rank is None:
         sent += (world_size - 1) * mean  # the all-gather of the means
-        mean = 0 if same else full * master.itemsize
+        mean *= world_size
     elif recipe.in_backward and world_size > 1:
         mean = 0  # the last addition of the reduction steps the weights
-    elif same and (recipe.options.stage == 1 or world_size == 1):
-        mean = 0  # the mean stays in the bucket
+    if same and (flat.rank is None or mean_stays(recipe.options.stage, world_size)):
+        mean = 0
     return FlatBudget(bucket=full * flat.reduce.itemsize, mean=mean, sent=sent)
 
 

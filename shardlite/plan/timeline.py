@@ -8,27 +8,22 @@ The moment at which a reduction ends depends on the timing of a run, so the call
 default each reduction ends when something must wait for it, which gives an upper bound of the memory. If `prompt` is
 set, each reduction ends before the next gradient, which gives a lower bound.
 
-Full weights follow the library's own `BufferPolicy`. Buckets follow the rules of `grads/`, for ranks that have agreed
-on an order. The events come from a trace of a program, or from `plain_events`, which yields the events of a chain of
-units without activations. `check_memory_limit` rejects a model before allocation if a step with plain events exceeds
-the limit.
+Full weights follow the library's own `BufferPolicy`. Buckets follow `grads/policy.py`, for ranks that have agreed on an
+order. The events come from a trace of a program, or from `plain_events`, which yields the events of a chain of
+units without activations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
-from shardlite.config import MemoryLimit
-from shardlite.errors import LayoutError
-from shardlite.grads import must_land_first
+from shardlite.grads import before_root, must_land_first, waits_for_unit
 from shardlite.params import Buffer
-from shardlite.plan.budget import HELD, Budget, Recipe, budget_of
+from shardlite.plan.budget import HELD, Budget
 from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
-from shardlite.wrapping import Options, Plan, plan_units
 
 ACTIVATIONS = "activations"
 """The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""
@@ -204,7 +199,7 @@ class _Grads:
         self._on_gpu = recipe.on_gpu
         self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
-        self._before_root = max((i for i, unit in enumerate(order, 1) if not self._units[unit].is_root), default=0)
+        self._before_root = before_root([self._units[unit].is_root for unit in order])
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
         self.gradients = 0
@@ -220,7 +215,7 @@ class _Grads:
 
     def arrive(self, unit: int, nbytes: int) -> None:
         """Store one gradient."""
-        if self._on_gpu or self._units[unit].is_root:  # the gradient waits for its bucket
+        if waits_for_unit(self._units[unit].is_root, self._on_gpu):
             self.early[unit] += nbytes
             self._record(None)
             self._free_copied(unit)
@@ -375,83 +370,3 @@ def _order(budget: Budget, events: Sequence[Event]) -> list[int]:
             if left[event.unit] == 0:
                 order.append(event.unit)
     return [*order, *(unit for unit in left if unit not in order)]
-
-
-# ---- memory_limit: reject a model that cannot fit, and suggest changes ----------------------------------------------
-
-MOST_RANKS = 4096
-"""Maximum number of ranks that `check_memory_limit` tries."""
-
-
-def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_size: int) -> None:
-    """Compare the memory of a rank with `options.memory_limit`, if it is set. Call this before allocation.
-
-    The memory is the peak of the sum of all purposes in a step, including the module's own buffers, plus the
-    activations that the limit names.
-
-    Raises:
-        LayoutError: the memory exceeds the limit.
-    """
-    limit = options.memory_limit
-    if limit is None:
-        return
-    asked = Recipe(
-        options=options,
-        world_size=world_size,
-        device=plan.device,
-        state=limit.state,
-        in_backward=limit.in_backward,
-    )
-    timeline = _timeline(module, asked, plan)
-    total = timeline.total + limit.activations
-    if total <= limit.nbytes:
-        return
-    variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
-    rows = [(words, _timeline(module, recipe).total + limit.activations) for words, recipe in variants]
-    rows.insert(0, ("as asked", total))
-    width = max(len(words) for words, _ in rows)
-    table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
-    parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in timeline.peak.items() if nbytes)
-    raise LayoutError(
-        f"memory_limit: a rank would hold {_gb(total)} of {_gb(limit.nbytes)}: {parts}"
-        f"{f', {ACTIVATIONS} {_gb(limit.activations)}' if limit.activations else ''}. What to change:\n"
-        + "\n".join(table)
-    )
-
-
-def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
-    """Yield each change of `asked` that saves memory, with a description. Yield all changes together at the end."""
-    options = asked.options
-    if options.stage < 3:
-        yield "stage=3", replace(asked, options=replace(options, stage=3))
-    if not asked.in_backward:
-        yield "AdamW(in_backward=True)", replace(asked, in_backward=True)
-    if asked.state != "int8":
-        yield 'AdamW(state="int8")', replace(asked, state="int8")
-    compact = replace(options.precision, compute=torch.bfloat16, master="split24")
-    if options.precision.master != "split24":
-        words = 'Precision(compute=torch.bfloat16, master="split24")'
-        yield words, replace(asked, options=replace(options, precision=compact))
-    all_options = replace(options, stage=3, precision=compact)
-    yield "all of these, at stage 3", replace(asked, options=all_options, state="int8", in_backward=True)
-
-
-def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> Iterator[tuple[str, Recipe]]:
-    """Double the number of ranks until the limit holds or the maximum is reached, and yield the resulting recipe."""
-    recipe = asked
-    while 2 * recipe.world_size <= MOST_RANKS:
-        recipe = replace(recipe, world_size=2 * recipe.world_size)
-        if _timeline(module, recipe).total + limit.activations <= limit.nbytes or 2 * recipe.world_size > MOST_RANKS:
-            yield f"{recipe.world_size} ranks", recipe
-            return
-
-
-def _timeline(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> StepTimeline:
-    """Return the timeline of a step without activations."""
-    plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
-    budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
-    return timeline_of(budget, list(plain_events(budget)))
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3g} GB"

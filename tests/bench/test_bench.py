@@ -10,9 +10,10 @@ from bench import step
 from bench.faults import detection
 from shardlite.lab.check import ResultError, verify
 from shardlite.lab.matrix import Setting, settings, systems_in
-from shardlite.lab.systems import SYSTEMS, Floor, Trainer, build_ddp
+from shardlite.lab.systems import SYSTEMS, build_ddp
 from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
+from shardlite.lab.trainer import Floor, Trainer
 from shardlite.lab.workloads import WORKLOADS, gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 

@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 
-from bench.faults import checkpoint, notice, restart
-from shardlite.lab.table import read_rows
+from bench.faults import checkpoint, notice
+from shardlite.lab.table import read_rows, render
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
@@ -23,7 +23,7 @@ def test_each_system_saves_the_same_bytes_and_is_timed(cluster, tmp_path):
     assert {row["bytes"] for row in rows} == {12 * FEW.parameters()}
     assert rows[0]["vs_raw"] == 1
     assert all(0 < row["stall_p50"] <= row["seconds_p80"] for row in rows)
-    assert checkpoint.render(rows).count("\n") == 9
+    assert render(rows).count("\n") == 9
     assert [each.name for each in tmp_path.iterdir()] == ["verified"]
 
 
@@ -37,7 +37,7 @@ def test_the_command_writes_its_rows(tmp_path):
     options = ["--model", "tiny", "--rounds", "1", "--out", str(tmp_path), "--folder", str(tmp_path)]
     done = run_process("-m", "bench.faults.checkpoint", *options)
     assert done.status == 0, done.err
-    assert checkpoint.render(read_rows([tmp_path / "checkpoint-tiny-2ranks.jsonl"])) in done.out
+    assert render(read_rows([tmp_path / "checkpoint-tiny-2ranks.jsonl"])) in done.out
     assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-tiny-2ranks.jsonl"]
 
 
@@ -49,7 +49,7 @@ def test_a_restart_from_memory_loses_no_step(tmp_path):
     rows = read_rows([tmp_path / "restart-tiny-2ranks.jsonl"])
     assert [(row["way"], row["resumed"], row["lost"]) for row in rows] == [("memory", 3, 0), ("disk", 2, 1)]
     assert all(0 < row["started"] < row["started"] + row["loaded"] < row["seconds"] for row in rows)
-    assert restart.render(rows) in done.out
+    assert render(rows) in done.out
 
 
 @pytest.mark.slow
@@ -59,4 +59,4 @@ def test_the_end_of_a_rank_is_noticed_over_each_transport(tmp_path):
     rows = read_rows([tmp_path / "notice-tiny-2ranks.jsonl"])
     assert [row["transport"] for row in rows] == list(notice.TRANSPORTS)
     assert all(row["seconds_p50"] > 0 for row in rows)
-    assert notice.render(rows) in done.out
+    assert render(rows) in done.out

@@ -13,7 +13,7 @@ import pytest
 import torch
 from shardlite_kernels.device_ring import ring_reduce_scatter_reference
 
-from bench.gpu import ROOT, calls, graphs, kernels, pair, run, table, training
+from bench.gpu import ROOT, calls, graphs, kernels, pair, results, run, training
 from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS, idle
 from bench.gpu.report import Report
 from bench.gpu.run import LIMIT, NO_GPU, Probe, be_probe, main
@@ -285,7 +285,7 @@ def test_a_failed_part_is_a_row_and_the_next_one_runs(tmp_path, capsys):
     assert second["contract"] == "bits"
     assert report.failed
     assert "Traceback" in capsys.readouterr().err
-    assert "| first |  |  |  |  | `AssertionError: 3 of 8 sums are wrong` |" in table.render([first, second])
+    assert "| first |  |  |  |  | `AssertionError: 3 of 8 sums are wrong` |" in results.render([first, second])
 
 
 @pytest.mark.slow
@@ -371,7 +371,7 @@ def test_rows_of_all_probes_have_a_table():
     ]
     for row in rows:
         row |= {"ms_p50": 12.5, "compiled": "no"}
-    text = table.render(json.loads(json.dumps(rows)))
+    text = results.render(json.loads(json.dumps(rows)))
     assert len(re.findall(r"^\*\*", text, re.MULTILINE)) == len(rows)
     assert text.count("Made-up 9000") == len(rows) + 1  # that of the machine has it in a cell, too
     assert "| gpt2-xl | exact | 12.50 |" in text

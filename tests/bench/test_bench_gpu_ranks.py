@@ -16,12 +16,13 @@ import torch.distributed._symmetric_memory as symmetric
 from bench.gpu import run
 from bench.gpu.land import landed
 from bench.gpu.report import Report
+from bench.gpu.results import render_ranks
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
-from bench.gpu.several import launch, links, pause, steps, table
+from bench.gpu.several import launch, links, pause, steps
 from bench.gpu.several.links import busbw
-from bench.support.simulated_cuda import Cuda, Event
 from shardlite import Route
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.lab.simulated_cuda import Cuda, Event
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import perceptrons
 
@@ -238,7 +239,7 @@ def test_an_archive_lands_in_a_file_of_its_machine_and_day(tmp_path):
     assert read_rows([file]) == read_rows([tmp_path / "gpu" / ROWS])
     assert landed(tmp_path / "gpu", results) == file
     assert len(read_rows([file])) == len(RUN)
-    text = table.render(read_rows([file]))
+    text = render_ranks(read_rows([file]))
     assert text.startswith(
         "8 x NVIDIA Made-up 9000, torch 2.11.0, 2026-01-02; commit 555555555555; `python -m bench.gpu"
     )

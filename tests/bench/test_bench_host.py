@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from bench import host
-from bench.support.fake_group import launches
-from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.fake_group import launches
+from shardlite.lab.table import RESULTS, read_rows, render
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
@@ -37,17 +37,18 @@ def test_real_ranks_are_timed_and_their_calls_counted(cluster):
         assert set(row) == COMMON | TIMED | {"main_us_per_unit_p50", "calls_per_step", "us_vs_fsdp2"}
     calls = {row["system"]: row["calls_per_step"] for row in rows}
     assert 0 < calls["floor"] < calls["stage0"] < calls["stage3"]
-    assert host.render(rows).count("few") == len(rows)
+    assert render(rows).count("few") == len(rows)
 
 
 def test_rows_of_both_kinds_have_a_table_each():
     real, fake = (read_rows([RESULTS / name]) for name in ("host-2ranks.jsonl", "host-fake.jsonl"))
-    assert host.render([*fake, *real]) == f"{host.render(real)}\n\n{host.render(fake)}"
+    assert render([*fake, *real]) == f"{render(real)}\n\n{render(fake)}"
 
 
 ON_FAKE = """
 import json
-from bench.host import measure_on_fake, render
+from bench.host import measure_on_fake
+from shardlite.lab.table import render
 from shardlite.lab.workloads import perceptrons
 few = perceptrons("few", blocks=3, width=8, batch=2)
 rows = [row for ranks in (2, 16) for row in measure_on_fake(few, 1, ranks)]
@@ -74,7 +75,8 @@ def test_launches_of_collectives_do_not_depend_on_the_number_of_ranks():
 
 A_BLOCK = """
 import json
-from bench.host import measure_block_on_fake, render
+from bench.host import measure_block_on_fake
+from shardlite.lab.table import render
 rows = [row for ranks in (8, 64) for row in measure_block_on_fake(1, ranks)]
 print(json.dumps(rows))
 assert render(rows).count("exact") == 2
@@ -103,7 +105,7 @@ def test_the_command_writes_rows_of_a_fake_group(tmp_path):
     assert done.status == 0, done.err
     rows = read_rows([tmp_path / "host-fake.jsonl"])
     assert rows
-    assert host.render(rows) in done.out
+    assert render(rows) in done.out
 
 
 def test_views_and_empty_tensors_are_no_launches():

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from bench.kernels import chain as kernel_chain
+from bench.kernels import clock as kernel_runs
 from bench.kernels import inputs as kernel_inputs
 from bench.kernels import peers as kernel_peers
 from bench.kernels import run as kernels
-from bench.kernels import timing as kernel_runs
 from bench.kernels import work as kernel_work
+from bench.kernels.clock import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
 from bench.kernels.run import Plan, measure
-from bench.kernels.timing import HostClock, ResultError, Run, Sample, Work, packed, time_runs, verify
 from shardlite.lab.table import differences, read_rows
 
 CPU = torch.device("cpu")

@@ -10,13 +10,12 @@ from torch import nn
 from torch.optim import Muon, _muon
 
 from bench.optimizers import run
+from bench.optimizers.builds import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
-from bench.optimizers.run import render
-from bench.optimizers.systems import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
 from bench.optimizers.wire import Sent, sent_in_update
 from shardlite.lab.check import ResultError
-from shardlite.lab.table import read_rows
+from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.workloads import gpt, perceptrons
 from tests.support.ranks.scripts import run_command
@@ -82,7 +81,7 @@ def _changed(workload, group, **options):
 
 
 def _by_halves(workload, group):
-    with mock.patch("bench.optimizers.systems.Muon", HalfByHalf):
+    with mock.patch("bench.optimizers.builds.Muon", HalfByHalf):
         return build_ddp(workload, group)
 
 

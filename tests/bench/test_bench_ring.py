@@ -6,14 +6,14 @@ import pytest
 import torch
 
 import shardlite.lab.ranks
-from bench.ring import systems as ring_systems
+from bench.ring import cases as ring_systems
+from bench.ring.cases import GLOO, OPERATIONS, System, cases
 from bench.ring.fit import fit, predicted
 from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
-from bench.ring.systems import GLOO, OPERATIONS, System, cases
 from shardlite.comm import collectives
 from shardlite.comm.transport.loans import SHORT
-from shardlite.lab.plan.clusters import LINKS, LinkCost
 from shardlite.lab.table import differences, read_rows
+from shardlite.plan import LINKS, LinkCost
 from tests.support.ranks.scripts import run_command
 
 ROOT = Path(__file__).parents[2]

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from bench.scale import run, simulated
-from bench.scale.table import paint, render
+from bench.scale.results import paint, render
 from shardlite.cli.launch import usable_cores
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.plan.clusters import CLUSTERS
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import WORKLOADS
+from shardlite.plan import CLUSTERS
 
 TINY = WORKLOADS["tiny"]
 FIT = {

@@ -19,8 +19,8 @@ from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import Report, Times, in_turns
 from bench.gpu_path import Counts, _on_a_gpu
-from bench.support.fake_group import fake_group, operators
 from shardlite.comm.transport.staging import SLICE_NBYTES
+from shardlite.lab.fake_group import fake_group, operators
 from shardlite.lab.systems import build_fsdp2
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bench.footprint.run import render, source_of
+from bench.footprint import source_of
 from shardlite import AdamW, ShardLite
 from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
-from shardlite.lab.memory.measure import compared, measure
-from shardlite.lab.memory.systems import SYSTEMS
+from shardlite.lab.memory.recorder import compared, measure
+from shardlite.lab.memory.text import as_markdown as render
+from shardlite.lab.systems import MEASURED as SYSTEMS
 from shardlite.lab.workloads import perceptrons
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process

@@ -11,7 +11,7 @@ import torch
 
 from bench import gpu_path
 from bench.gpu_path import counts_of
-from bench.support.simulated_cuda import Cuda
+from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.table import RESULTS, read_rows
 from tests.support.ranks.scripts import run_process
 

@@ -6,14 +6,13 @@ from fractions import Fraction
 import pytest
 import torch
 
-from bench.support import links
-from bench.support.links import MODEL, NODE, ROWS, Sent, numel_of
 from shardlite.comm.schedule import reduce_scatter
 from shardlite.config import Precision
-from shardlite.lab.plan.clusters import CLUSTERS
-from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab import links
+from shardlite.lab.links import MODEL, NODE, ROWS, Sent, numel_of
 from shardlite.lab.plan.presets import PRESETS
 from shardlite.lab.plan.source import find_source
+from shardlite.plan import CLUSTERS, Planner, Setting
 
 SHAPES = [(1, 8), (2, 4), (8, 8), (3, 2)]
 
@@ -114,7 +113,7 @@ def test_the_time_of_two_levels_is_that_of_their_bytes():
 
 
 def test_the_step_of_a_plan_is_shorter_with_two_levels(model):
-    from shardlite.lab.plan.simulate import simulate
+    from shardlite.plan import simulate
 
     cluster = CLUSTERS["dgx-h100"]
     plans = [model.plan(Setting(world_size=64, hierarchical=flag)) for flag in (False, True)]

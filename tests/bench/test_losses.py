@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from bench.support.losses import LOSSES, by_setting, render
+from shardlite.lab.losses import LOSSES, by_setting, render
 from shardlite.lab.table import heading, texts
 from tests.support.markdown import ROOT
 

@@ -7,7 +7,7 @@ import pytest
 
 from bench.ring.fit import fit, plan_of, predicted, time
 from shardlite.comm.schedule import ALGORITHMS, IN_RING_ORDER, broadcast
-from shardlite.lab.plan.clusters import LINKS, LinkCost, collective_seconds
+from shardlite.plan import LINKS, LinkCost, collective_seconds
 
 OPERATIONS = ["all-gather", "reduce-scatter"]
 ALONE = LinkCost(alpha=20e-6, beta=0.5e-9, gamma=0.2e-9, overhead=7e-6, overlaps=False)

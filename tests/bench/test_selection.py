@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from bench.support import table as selection
+from shardlite.lab import table as selection
 from shardlite.lab.table import read_rows
 
 

@@ -14,9 +14,9 @@ from bench.strategies import batch_size, problem, rings, run
 from bench.strategies.batch_size import accumulation, learning_rate
 from bench.strategies.paint import paint
 from bench.strategies.replicas import AVERAGED_EVERY, data_parallel, one_process
-from bench.strategies.run import STRATEGIES, complaints, main, render
+from bench.strategies.run import STRATEGIES, complaints, main
 from shardlite.cli import main as shardlite
-from shardlite.lab.table import read_rows
+from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
 from tests.support.markdown import ROOT, blocks
 from tests.support.ranks.scripts import run_command

@@ -8,9 +8,10 @@ import pytest
 
 import bench.__main__ as command
 from bench import step
-from bench.support import suite
-from bench.support.suite import ON_GPU, PARTS, Part, run
-from shardlite.lab.ranks import end_group
+from shardlite.lab import suite
+from shardlite.lab.launch import end_group
+from shardlite.lab.ranks import parser_of
+from shardlite.lab.suite import ON_GPU, PARTS, Part, run
 from shardlite.lab.table import read_rows
 from tests.support.patience import seconds, until
 
@@ -116,7 +117,8 @@ def test_the_parts_have_names_of_their_own_and_options_that_are_understood():
         assert each.is_there
         for words in (each.command, each.dry):
             if "-m bench.step " in words:
-                step._options(words.split()[2:])
+                options = parser_of("bench.step").parse_args(words.split()[2:])
+                step._check(options)
 
 
 @pytest.mark.slow

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from shardlite.cli import launch, main
+from shardlite.lab.gpt import GPT, rotate
 from shardlite.lab.memory.peak import Footprint, measure_plain
 from shardlite.lab.train import train
-from shardlite.lab.train.gpt import GPT, rotate
 from shardlite.lab.train.report import Point, describe_result, footprint_table, printable, write_curve
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import draw_batch, read_corpus, unigram_entropy

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.source import find_source
+from shardlite.plan import Planner, RankPlan, Setting
 from tests.support.markdown import ROOT
 from tests.support.ranks.scripts import run_process
 

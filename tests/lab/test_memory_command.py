@@ -10,22 +10,22 @@ from shardlite_kernels import chunk_memory
 from torch import nn
 from torch.distributed.run import get_args_parser
 
-from bench.footprint.run import source_of
+from bench.footprint import source_of
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
-from shardlite.lab.memory import predict, table
+from shardlite.lab.memory import predict, text
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
-from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
-from shardlite.lab.memory.table import beyond, comparison
+from shardlite.lab.memory.text import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
-from shardlite.lab.plan.plan import Planner, RankPlan, Setting
 from shardlite.lab.plan.source import find_source
+from shardlite.lab.systems import MEASURED as SYSTEMS
+from shardlite.lab.systems import System, fsdp2_system, shardlite_system
 from shardlite.lab.table import RESULTS
 from shardlite.lab.workloads import WORKLOADS
-from shardlite.plan import ACTIVATIONS
+from shardlite.plan import ACTIVATIONS, Planner, RankPlan, Setting
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command, run_process
@@ -141,7 +141,7 @@ def test_a_users_own_model(on_cluster, tmp_path, capsys):
     assert [row["system"] for row in measured] == systems
     for row in measured:
         assert 0.99 * row["predicted_least_bytes"] <= row["tensor_bytes"] <= 1.01 * row["predicted_bytes"], row
-    assert table.render(measured) in told.out
+    assert text.render(measured) in told.out
     assert "step, MiB" not in told.out
     assert "[2/2, 2 ranks] stage3: " in told.err
     assert {path.name for path in plots.iterdir()} == {f"footprint-{HERE}-Own-2ranks.png", f"footprint-{HERE}-Own.png"}
@@ -171,9 +171,7 @@ def test_small_models_are_printed_in_kib(nbytes, cell):
     row = json.loads((RESULTS / "footprint-mlp-2ranks.jsonl").read_text().splitlines()[0])
     for name in {"pss_bytes", "predicted_bytes", "between_bytes", "made_bytes", "wrap_peak_bytes"} & row.keys():
         del row[name]
-    columns = table.render(
-        [row | {"tensor_bytes": nbytes}], lambda cells: "\n".join(map(str, zip(*cells, strict=True)))
-    )
+    columns = text.render([row | {"tensor_bytes": nbytes}], lambda cells: "\n".join(map(str, zip(*cells, strict=True))))
     title, number = cell.split("\n")
     assert f"('{title}', '{number}')" in columns
 

@@ -10,12 +10,22 @@ from torch import nn
 
 from shardlite.cli import main
 from shardlite.config import Precision
-from shardlite.lab.plan.clusters import CARDS, CLUSTERS, LinkCost, memory_of
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.simulate import scaling, simulate
-from shardlite.lab.plan.source import Source, SourceError, find_source
+from shardlite.lab.plan.source import find_source
 from shardlite.optimizers.assignment import Owned, describe
-from shardlite.plan import ACTIVATIONS, Kind
+from shardlite.plan import (
+    ACTIVATIONS,
+    CARDS,
+    CLUSTERS,
+    Kind,
+    LinkCost,
+    Planner,
+    Setting,
+    Source,
+    SourceError,
+    memory_of,
+    scaling,
+    simulate,
+)
 from tests.support.models.residual import Chain
 
 WIDTH = 16
@@ -176,7 +186,7 @@ def test_a_model_by_import_path_with_its_own_inputs(tmp_path, monkeypatch):
     ],
 )
 def test_models_that_are_not_there(model, context, message):
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(ValueError, match=message):
         find_source(model, 1, context)
 
 

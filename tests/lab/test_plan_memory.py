@@ -12,13 +12,10 @@ from torch import nn
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.grads.backward_run import HostRun
-from shardlite.lab.plan.decoder import Decoder
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.presets import Shape
-from shardlite.lab.plan.source import Source
-from shardlite.lab.train.gpt import GPT
+from shardlite.lab.gpt import GPT
 from shardlite.lab.train.settings import SIZES, GPTConfig
 from shardlite.lab.workloads import WithLoss
+from shardlite.plan import Planner, Setting, Source
 from shardlite.telemetry import Meter
 from shardlite.wrapping import STAGES
 from tests.kernels.all_pairs import all_pairs
@@ -45,7 +42,7 @@ def llama(**sizes: int) -> nn.Module:
 
 def decoder(kind: str, **sizes: int) -> nn.Module:
     """Return a model of the same architecture that requires no other package."""
-    return Decoder(Shape(kind=kind, vocabulary=500, context=64, source="ours", **sizes))
+    return GPT(GPTConfig(kind=kind, vocabulary=500, context=64, source="ours", **sizes))
 
 
 SMALL = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shardlite.config import Precision
-from shardlite.lab.plan.decoder import Decoder
-from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.gpt import GPT
 from shardlite.lab.plan.presets import PRESETS
 from shardlite.lab.plan.source import find_source
+from shardlite.plan import Planner, Setting
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def gpt2() -> Planner:
 )
 def test_presets_have_the_published_numbers_of_parameters(name, parameters):
     with torch.device("meta"):
-        numel = sum(param.numel() for param in Decoder(PRESETS[name]).parameters())
+        numel = sum(param.numel() for param in GPT(PRESETS[name]).parameters())
     assert numel == pytest.approx(parameters, rel=0 if parameters % 1_000_000 else 1e-4)
 
 

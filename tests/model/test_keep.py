@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import shardlite
 from shardlite import AdamW, LayoutError, MemoryLimit, Precision, ShardLite
 from shardlite.cli.inspect_checkpoint import inspect
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.source import Source
-from shardlite.plan.timeline import Recipe, budget_of, plain_events, timeline_of
+from shardlite.plan import Planner, Setting, Source
+from shardlite.plan.budget import Recipe, budget_of
+from shardlite.plan.timeline import plain_events, timeline_of
 from shardlite.wrapping import Options, plan_units
 from tests.support.internals import flats, units
 from tests.support.models import hf

@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import ShardLite, WholeParameters
 from shardlite.cli import main
-from shardlite.lab.plan.plan import Planner, Setting
+from shardlite.lab.plan.report import owners_of
 from shardlite.lab.plan.source import find_source
 from shardlite.optimizers.assignment import Loads, Owned, assign, describe, ranges_of
 from shardlite.params.layout import lay_out
+from shardlite.plan import Planner, Setting
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import LanguageModel
 from tests.support.twins.sharded import Turn, slow, take_step
@@ -165,7 +166,7 @@ def test_the_plan_names_the_owners_of_the_run(group: Any) -> None:
     for stage in (0, 3):
         model = ShardLite(planner.source.make(), group=group, stage=stage)
         optimizer = WholeParameters(model.parameters(), optim.Muon, elementwise={})
-        planned = planner.owners(Setting(stage=stage, world_size=group.size()))
+        planned = owners_of(planner, Setting(stage=stage, world_size=group.size()))
         assert {each.name: each.owner for each in planned} == {
             each.name: each.owner for each in optimizer._members.values()
         }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from tests.support.ranks.scripts import ROOT
 
 COLLECTED = {
-    "shardlite/lab/plan/trace.py: __del__": "counts, and adds to a list of the planning thread",
+    "shardlite/plan/trace.py: __del__": "counts, and adds to a list of the planning thread",
     "shardlite/checkpoint/in_memory/snapshot.py: os.close": "closes a file of memory",
     "shardlite/checkpoint/in_memory/holder.py: os.close": "closes the file of a process",
     "shardlite/comm/control/store.py: end": "a message to a thread; `SimpleQueue.put` takes no lock",

@@ -10,9 +10,8 @@ import pytest
 
 from bench.gpu.land import landed
 from bench.gpu.run import PROBES, ROWS, main
-from bench.gpu.table import FAKE
-from bench.support.table import gpu_has_run
-from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab import table
+from shardlite.lab.table import RESULTS, gpu_has_run, read_rows
 from tests.support.markdown import PAGES, ROOT, with_new_tables
 
 MACHINE = {"card": "NVIDIA Made-up 9000", "machine": "NVIDIA Made-up 9000; a processor, 16 cores", "torch": "2.11.0"}
@@ -85,7 +84,7 @@ def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
     for name in ("README.md", "docs/measured.md"):
         new = with_new_tables((ROOT / name).read_text(), results)
         assert "| gpt2-xl | exact | 117.50 | 0.90 |" in new
-        assert FAKE in new
+        assert table.PROBES["fake8"]["words"] in new
         assert "NVIDIA Made-up 9000, torch 2.11.0, 2026-01-02." in new
     assert "AssertionError: 3 sums are wrong" in new
 

@@ -11,7 +11,7 @@ import shardlite
 from shardlite import plan
 from shardlite.cli import options
 from shardlite.lab.memory import command as memory_command
-from shardlite.lab.memory.systems import SYSTEMS
+from shardlite.lab.systems import MEASURED as SYSTEMS
 from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (
@@ -56,7 +56,7 @@ def test_without_pytorch_nothing_is_imported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.train.gpt"]
+    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.gpt"]
 )
 def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
     words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")

@@ -12,7 +12,7 @@ writes each table of the pages anew from the rows that it names:
 import re
 from pathlib import Path
 
-from bench.support import table as selection
+from shardlite.lab import table as selection
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -88,13 +88,13 @@ def made_if_any(source: str, results: Path = selection.RESULTS) -> str:
 
 def made(source: str, results: Path = selection.RESULTS) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
-    if "bench.support.losses" in source:  # it chooses among all rows
-        from bench.support import losses
+    if "shardlite.lab.losses" in source:  # it chooses among all rows
+        from shardlite.lab import losses
 
         return losses.table()
 
-    if "bench.support.links" in source:  # it has no rows
-        from bench.support import links
+    if "shardlite.lab.links" in source:  # it has no rows
+        from shardlite.lab import links
 
         return links.table()
 

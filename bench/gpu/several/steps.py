@@ -19,9 +19,10 @@ from torch import Tensor
 
 from bench.gpu.report import Report, free, milliseconds
 from bench.gpu.several.links import busbw
-from shardlite import AdamW, NonFiniteWarning, Precision, Route, ShardLite
-from shardlite.lab.systems import OPTIONS, Autocast, Build, Format, Trainer, build_fsdp2, flat, torch_adamw, wrap_ddp
+from shardlite import NonFiniteWarning
+from shardlite.lab.systems import ON_GPU, Build
 from shardlite.lab.timer import slowest
+from shardlite.lab.trainer import Trainer
 from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 from shardlite.lab.workloads import compiled as with_compiled_blocks
 
@@ -29,33 +30,13 @@ _WARM_UP, _ROUNDS = 3, 8
 _CLIP = 1.0
 
 
-def _ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
-    """Build DDP under autocast: its weights stay in fp32."""
-    model = wrap_ddp(workload.model(), group)
-    return Autocast(model, torch_adamw(model.parameters()), flat)
-
-
-def _shardlite(workload: Workload, group: dist.ProcessGroup, *, in_backward: bool = False, **route: Any) -> Trainer:
-    """Build ShardLite at stage 3 over a route."""
-    precision = Precision(compute=torch.bfloat16)
-    model = ShardLite(workload.model(), group=group, precision=precision, route=Route(**route))
-    return Format(model, AdamW(model.parameters(), in_backward=in_backward, **OPTIONS), flat)
-
-
-_FSDP2 = partial(build_fsdp2, compute=torch.bfloat16, tuned=True)
-_EXACT = partial(_shardlite, transport="collectives")
 SYSTEMS: Mapping[str, Build] = {
-    "ddp": _ddp,
-    "fsdp2": _FSDP2,
-    "fsdp2_again": _FSDP2,
-    "fsdp2_compiled": _FSDP2,
-    "exact": _EXACT,
-    "exact_compiled": _EXACT,
-    "captured": _EXACT,
-    "fast": partial(_EXACT, reduce="fast"),
-    "in_backward": partial(_EXACT, in_backward=True),
-    "registered": partial(_EXACT, registered=True),
-    "symmetric_memory": partial(_shardlite, transport="symmetric_memory"),
+    **{
+        name: ON_GPU[name]
+        for name in ("ddp", "fsdp2", "exact", "fast", "in_backward", "registered", "symmetric_memory")
+    },
+    **dict.fromkeys(("fsdp2_again", "fsdp2_compiled"), ON_GPU["fsdp2"]),
+    **dict.fromkeys(("exact_compiled", "captured"), ON_GPU["exact"]),
 }
 """Systems by the names of their probes. `fsdp2_again` shows by how much the machine has changed since `fsdp2`."""
 

@@ -3,6 +3,7 @@
 `Meter` counts all tensors. Tensors without a purpose in a `Ledger` are activations, temporary results and the batch.
 """
 
+import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,25 @@ class Footprint:
 
     peak: int
     """Peak of all tensors together."""
+
+
+def live_bytes(device: torch.device) -> int:
+    """Return the bytes in tensors on a device. On a GPU, these are those that PyTorch's allocator has allocated."""
+    gc.collect()
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with Meter[None]() as meter:
+        return meter.live
+
+
+def peak_in(step: Callable[[], object], device: torch.device) -> int:
+    """Run `step`, and return the peak of `live_bytes` in it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    return peak_of(step, dict)[0]
 
 
 def peak_of(step: Callable[[], object], purposes: Callable[[], dict[str, int]]) -> tuple[int, dict[str, int]]:

@@ -11,20 +11,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlite.lab.memory.measure import Row
-from shardlite.lab.memory.table import heading, model_stem, run_stem, runs
+from shardlite.lab.memory.recorder import Row
+from shardlite.lab.memory.text import heading, model_stem, run_stem, runs
 from shardlite.lab.memory.timeline import BACKWARD, FORWARD, ROOT, Timeline
-from shardlite.lab.plan.plan import Setting
-from shardlite.lab.plan.plots import EDGES, STYLES, new_figure
 from shardlite.lab.plan.report import COLUMNS, by_column, words
-from shardlite.lab.plan.source import Source
+from shardlite.lab.plots import COLOURS, EDGES, MARKERS, STYLES, new_figure, save
+from shardlite.plan import Setting, Source
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#777777")
-_MARKERS = "os^Dv<>Ph"
 
 _IDLE, _OTHERS, _NO_ACCOUNT = "idle shared memory", "other purposes", "tensors of systems without memory()"
 _ON_THEIR_WAY, _NOT_IN_TENSORS = "activations, gradients not in a bucket", "not in tensors"
@@ -62,18 +58,12 @@ def paint(rows: Sequence[Row], folder: Path, *, kind: str = "png") -> list[Path]
         ModuleNotFoundError: matplotlib is not installed.
         OSError: the folder is not writable.
     """
-    import matplotlib  # an optional dependency: a missing one must raise before the folder is created
-
-    folder.mkdir(parents=True, exist_ok=True)
     measured = [row for row in rows if "error" not in row]
-    written = []
-    with matplotlib.rc_context({"svg.hashsalt": "footprint", "hatch.linewidth": 0.5}):
-        for run in runs(measured):
-            written.append(_save(_draw_bars(run), folder / f"{run_stem(run[0])}.{kind}"))
-        for _, group in groupby(measured, key=lambda row: row["model"]):
-            model = [row for row in group if not row["system"].startswith("activations")]
-            if any("predicted_bytes" in row for row in model):
-                written.append(_save(_draw_ranks(model), folder / f"{model_stem(model[0])}.{kind}"))
+    written = [save(_draw_bars(run), folder / f"{run_stem(run[0])}.{kind}") for run in runs(measured)]
+    for _, group in groupby(measured, key=lambda row: row["model"]):
+        model = [row for row in group if not row["system"].startswith("activations")]
+        if any("predicted_bytes" in row for row in model):
+            written.append(save(_draw_ranks(model), folder / f"{model_stem(model[0])}.{kind}"))
     return written
 
 
@@ -95,12 +85,6 @@ def paint_timeline(source: Source, setting: Setting, ours: Timeline, theirs: Tim
     axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), reverse=True)
     figure.suptitle(f"{heading(source, setting)}\nShardLite: {words(setting)}", fontsize=9)
     figure.savefig(path, format="png")
-
-
-def _save(figure: Figure, file: Path) -> Path:
-    """Write a figure. An SVG gets no date, so that equal rows give equal files."""
-    figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else {})
-    return file
 
 
 def _draw_bars(rows: Sequence[Row]) -> Figure:
@@ -168,7 +152,7 @@ def _draw_ranks(rows: Sequence[Row]) -> Figure:
 
 def _draw_system(axes: Axes, rows: Sequence[Row], place: int) -> None:
     """Draw one system. Later systems have smaller points, so that points at the same position remain visible."""
-    colour, marker = _COLOURS[place % len(_COLOURS)], _MARKERS[place % len(_MARKERS)]
+    colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)]
     rows = sorted(rows, key=lambda row: int(row["ranks"]))
     measured = [row["tensor_bytes"] / 2**20 for row in rows]
     points = {"markersize": max(3, 9 - place), "markerfacecolor": "none", "label": rows[0]["system"]}

@@ -23,10 +23,8 @@ from dataclasses import replace
 
 import torch
 
-from shardlite.lab.memory.systems import System
-from shardlite.lab.plan.plan import Planner, Setting
-from shardlite.lab.plan.source import Source
-from shardlite.plan import Event, Kind, UnitBudget
+from shardlite.lab.systems import System
+from shardlite.plan import Event, Kind, Planner, Setting, Source, UnitBudget
 
 
 class Predictor:

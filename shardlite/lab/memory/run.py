@@ -20,14 +20,16 @@ import torch.distributed as dist
 
 from shardlite.cli import environment_for, progress, run_agent, torchrun
 from shardlite.lab.memory import OWN
-from shardlite.lab.memory.measure import Row, compared, measure
 from shardlite.lab.memory.plots import paint, paint_timeline
 from shardlite.lab.memory.predict import Predictor
-from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
-from shardlite.lab.memory.table import by_purpose, heading, render
+from shardlite.lab.memory.recorder import Row, compared, measure
+from shardlite.lab.memory.text import by_purpose, heading, render
 from shardlite.lab.memory.timeline import Timeline, record
-from shardlite.lab.plan.plan import Planner, Setting, setting_of
-from shardlite.lab.plan.source import Source, find_source
+from shardlite.lab.plan.run import setting_of
+from shardlite.lab.plan.source import find_source
+from shardlite.lab.systems import MEASURED as SYSTEMS
+from shardlite.lab.systems import System, fsdp2_system, shardlite_system
+from shardlite.plan import Planner, Setting, Source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}
 """Environment variables that make malloc map each block above 256 KiB separately, so that `free` unmaps the block."""

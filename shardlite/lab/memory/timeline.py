@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardlite import ShardLite
-from shardlite.lab.memory.measure import take_step, warm_up
-from shardlite.lab.memory.systems import System
-from shardlite.lab.plan.source import Source, units_of
-from shardlite.plan import ACTIVATIONS, HELD
+from shardlite.lab.memory.recorder import take_step, warm_up
+from shardlite.lab.systems import System
+from shardlite.plan import ACTIVATIONS, HELD, Source, units_of
 from shardlite.telemetry import Held, Meter
 
 PURPOSES = (*HELD, "gradients", "gradient buckets", "gather buffers")

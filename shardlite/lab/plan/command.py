@@ -4,8 +4,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 
 from shardlite.cli import MOST_RANKS, check_numbers, usage_errors
-from shardlite.lab.plan.clusters import CLUSTERS, memory_of
 from shardlite.lab.plan.presets import check_model
+from shardlite.plan import CLUSTERS, memory_of
 
 
 def run(parser: ArgumentParser, options: Namespace, _: Sequence[str]) -> int:

@@ -1,7 +1,4 @@
-"""Plots of a plan. Colours and hatches are distinguishable in print and for colour-blind readers. Needs matplotlib.
-
-Colours are those of Wong 2011 (Nature Methods 8, 441).
-"""
+"""Plots of a plan: memory, scaling and bandwidth. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -9,48 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardlite.lab.plan.clusters import Cluster, Operation
-from shardlite.lab.plan.plan import Planner
 from shardlite.lab.plan.report import Group, by_column, words
-from shardlite.lab.plan.simulate import simulate
+from shardlite.lab.plots import EDGES, STYLES, draw_curves, new_figure, save
+from shardlite.plan import Cluster, Operation, Planner, simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-STYLES: dict[str, dict[str, Any]] = {
-    "weights": {"facecolor": "#0072B2", "hatch": ""},
-    "optimizer": {"facecolor": "#E69F00", "hatch": "//"},
-    "gradients": {"facecolor": "#009E73", "hatch": ".."},
-    "buckets": {"facecolor": "#CC79A7", "hatch": "xx"},
-    "gathered": {"facecolor": "#56B4E9", "hatch": "\\\\"},
-    "other": {"facecolor": "#777777", "hatch": ""},
-    "activations": {"facecolor": "#F2F2F2", "hatch": ""},
-}
-"""Style of each column of a plan, in every plot of memory."""
-
-EDGES: dict[str, Any] = {"edgecolor": "#333333", "linewidth": 0.4}
-_LINES = (("#0072B2", "-", "o"), ("#D55E00", "-.", "s"), ("#009E73", "--", "^"), ("#000000", ":", None))
 _SIZES = [10 ** (6 + i / 8) for i in range(41)]
 """Numbers of parameters, from a million to a hundred billion."""
-
-
-def new_figure(
-    width: float, height: float, rows: int = 1, columns: int = 1, **shared: Any
-) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `width` x `height` inches and its axes, with small labels and without upper or right spines.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure  # an optional dependency, and slow to import
-
-    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
-    every = list(figure.subplots(rows, columns, squeeze=False, **shared).flat)
-    for axes in every:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8)
-    return figure, every
 
 
 def paint(
@@ -66,10 +31,7 @@ def paint(
     if cluster is not None:
         figures["scaling"] = _scaling(planner, groups, cluster)
         figures["bandwidth"] = _bandwidth(planner, groups[0], cluster)
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.png")
-    return [folder / f"{name}.png" for name in figures]
+    return [save(figure, folder / f"{name}.png") for name, figure in figures.items()]
 
 
 def _memory(planner: Planner, groups: Sequence[Group], card: int | None) -> Figure:
@@ -117,21 +79,16 @@ def _scaling(planner: Planner, groups: Sequence[Group], cluster: Cluster) -> Fig
     for axes, group in zip(every, groups, strict=True):
         ranks = [each.world_size for each in group.curve]
         curves = {
-            "same batch on each rank": [each.weak for each in group.curve],
-            "same batch on all ranks together": [each.strong for each in group.curve],
-            "the same, nothing overlapped (Amdahl's law)": [each.amdahl for each in group.curve],
-            "ideal": [1.0] * len(ranks),
+            "same batch on each rank": [100 * each.weak for each in group.curve],
+            "same batch on all ranks together": [100 * each.strong for each in group.curve],
+            "the same, nothing overlapped (Amdahl's law)": [100 * each.amdahl for each in group.curve],
         }
-        for (label, values), (colour, style, marker) in zip(curves.items(), _LINES, strict=True):
-            shown = [100 * value for value in values]
-            axes.plot(ranks, shown, color=colour, linestyle=style, marker=marker, markersize=5, label=label)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(ranks, [f"{each}" for each in ranks])
-        axes.set(ylim=(0, 112), ylabel="scaling efficiency, %")
+        drawn = {label: (ranks, values) for label, values in curves.items()}
+        labels: dict[str, Any] = {"ylim": (0, 112), "ylabel": "scaling efficiency, %", "legend": axes is every[0]}
+        draw_curves(axes, drawn, level=("ideal", 100), ticks=ranks, **labels)
         axes.set_title(words(group.setting), fontsize=8, loc="left")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
     every[-1].set_xlabel("ranks")
-    every[0].legend(frameon=False, fontsize=8, loc="lower left")
     figure.suptitle(f"{planner.source.name} on {cluster.name}, predicted, not measured", fontsize=10)
     return figure
 
@@ -145,17 +102,20 @@ def _bandwidth(planner: Planner, group: Group, cluster: Cluster) -> Figure:
         "all-gather": plan.budget.units[-1].full / max(1, planner.numel / units),
         "reduce-scatter": plan.setting.precision.reduce.itemsize,
     }
-    for (operation, itemsize), (colour, style, _) in zip(itemsizes.items(), _LINES, strict=False):
-        reached = [_rate(cluster, operation, size / units * itemsize, ranks) for size in _SIZES]
-        axes.plot(_SIZES, reached, color=colour, linestyle=style, label=f"{operation} of a unit, {ranks} ranks")
+    curves = {
+        f"{operation} of a unit, {ranks} ranks": (
+            _SIZES,
+            [_rate(cluster, operation, size / units * itemsize, ranks) for size in _SIZES],
+        )
+        for operation, itemsize in itemsizes.items()
+    }
     compute = simulate(plan, cluster).compute
     needed = (plan.sent_by_gathers + plan.sent_by_reductions) / compute / 1e9 if compute else float("nan")
-    axes.axhline(needed, color="black", linestyle="--", label=f"needed to hide behind this batch, {needed:.3g} GB/s")
     here = f"{planner.source.name}, {planner.numel / 1e9:.3g}e9"
     axes.axvline(planner.numel, color="#999999", linestyle=":", label=here)
-    axes.set(xscale="log", yscale="log", xlabel=f"parameters of a model in {units} units", ylabel="GB/s sent per rank")
-    axes.grid(color="#dddddd", linewidth=0.6)
-    axes.legend(frameon=False, fontsize=8)
+    level = f"needed to hide behind this batch, {needed:.3g} GB/s", needed
+    labels: dict[str, Any] = {"xlabel": f"parameters of a model in {units} units", "ylabel": "GB/s sent per rank"}
+    draw_curves(axes, curves, level=level, xscale="log", yscale="log", **labels)
     axes.set_title(f"{cluster.name}, predicted, not measured", fontsize=10, loc="left")
     return figure
 

@@ -4,12 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardlite.lab.plan.clusters import Cluster
-from shardlite.lab.plan.plan import Planner, RankPlan, Setting
-from shardlite.lab.plan.simulate import Scaling, simulate
 from shardlite.lab.table import aligned
-from shardlite.optimizers import describe
-from shardlite.plan import ACTIVATIONS
+from shardlite.optimizers import Owned, assign, describe, is_hidden_matrix, ranges_of
+from shardlite.plan import ACTIVATIONS, Cluster, Planner, RankPlan, Scaling, Setting, simulate
 
 COLUMNS = {
     "weights": ("parameters",),
@@ -154,7 +151,7 @@ def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None
 
 def _owners(planner: Planner, setting: Setting) -> Iterator[str]:
     """Yield lines with what each rank owns if `WholeParameters` steps the matrices."""
-    matrices, ranks = planner.owners(setting), setting.world_size
+    matrices, ranks = owners_of(planner, setting), setting.world_size
     yield ""
     yield f"owners in WholeParameters at stage {setting.stage}, {ranks} ranks:{'' if matrices else ' no matrices'}"
     if not matrices:
@@ -165,6 +162,21 @@ def _owners(planner: Planner, setting: Setting) -> Iterator[str]:
         for sizes in ((8, 4), (2, 2))
     ]
     yield f"  sent per rank and step, at most: {_gb(sent[0])} GB; by torch.optim.Muon in bf16: {_gb(sent[1])} GB"
+
+
+def owners_of(planner: Planner, setting: Setting) -> list[Owned]:
+    """Return the trained matrices, without embeddings and heads, with their owners in `WholeParameters`."""
+    plan, found = planner.units(setting), list[Owned]()
+    for unit, flats in zip(plan.units, plan.flats, strict=True):
+        for layout in (flat.layout for flat in flats if flat.layout.trainable):
+            for index, slot in enumerate(layout.slots):
+                if is_hidden_matrix(slot.name, slot.shape):
+                    ranges = ranges_of(layout, index, whole=setting.stage == 0)
+                    owned = Owned(name=slot.name, unit=unit.name, shape=slot.shape, ranges=ranges, place=len(found))
+                    found.append(owned)
+    if found:
+        assign(found)
+    return found
 
 
 def _gb(nbytes: float) -> str:

@@ -8,12 +8,10 @@ from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardlite.cli import progress
-from shardlite.lab.plan.clusters import CLUSTERS, Cluster, memory_of
-from shardlite.lab.plan.plan import Planner, Setting, setting_of
+from shardlite.cli import precision_of, progress
 from shardlite.lab.plan.report import Group, as_json, text
-from shardlite.lab.plan.simulate import scaling
 from shardlite.lab.plan.source import find_source
+from shardlite.plan import CLUSTERS, Cluster, Planner, Setting, memory_of, scaling
 
 
 def plan(options: Namespace) -> str:
@@ -66,3 +64,17 @@ def _group(planner: Planner, setting: Setting, ranks: list[int], cluster: Cluste
         progress("looking for the fewest ranks that fit")
         fewest = planner.smallest_world(setting, card)
     return Group(plans=plans, curve=curve, fewest=fewest)
+
+
+def setting_of(options: Namespace) -> Setting:
+    """Return the setting of a command line, from the shared options `training` in `options.json`.
+
+    Raises:
+        ValueError: the dtypes cannot be combined.
+    """
+    return Setting(
+        precision=precision_of(options.compute, options.reduce, options.master, options.keep),
+        state=options.state,
+        in_backward=options.in_backward,
+        prefetch=options.prefetch,
+    )

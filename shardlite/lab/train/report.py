@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TextIO
+from typing import Any, TextIO
 
 from shardlite.lab.memory.peak import Footprint
+from shardlite.lab.plots import COLOURS, draw_curves, new_figure, save
 from shardlite.lab.table import aligned
 from shardlite.model import ShardLite
 from shardlite.telemetry import format_bytes
@@ -201,16 +202,12 @@ def write_curve(folder: Path, curve: Sequence[Point], entropy: float) -> list[st
 
 
 def _write_png(path: Path, curve: Sequence[Point], entropy: float) -> None:
-    from matplotlib.figure import Figure  # an optional dependency, and slow to import
-
+    figure, (axes,) = new_figure(7.2, 4.2)
     validated = [(point.step, point.validation) for point in curve if point.validation is not None]
-    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([p.step for p in curve], [p.train for p in curve], color="#7aa6d6", linewidth=1, label="training")
-    axes.plot(*zip(*validated, strict=True), "o-", color="#c44e2b", markersize=4, clip_on=False, label="validation")
-    axes.axhline(entropy, color="#555555", linestyle="--", linewidth=1, label=f"unigram entropy, {entropy:.2f}")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, curve[-1].step), title="A byte-level GPT learns")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path)
+    steps, losses = zip(*validated, strict=True)
+    curves = {"training": ([p.step for p in curve], [p.train for p in curve]), "validation": (steps, losses)}
+    styles = [{"color": COLOURS[0], "linewidth": 1}, {"color": COLOURS[1], "marker": "o", "markersize": 4}]
+    labels: dict[str, Any] = {"xlabel": "step", "ylabel": "loss, nats per byte", "title": "A byte-level GPT learns"}
+    level = f"unigram entropy, {entropy:.2f}", entropy
+    draw_curves(axes, curves, styles, level=level, xlim=(0, curve[-1].step), **labels)
+    save(figure, path)

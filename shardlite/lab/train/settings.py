@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+BYTE_VALUES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +29,35 @@ class GPTConfig:
     context: int = 128
     """Maximum number of bytes per sequence."""
 
+    kind: Literal["bytes", "gpt2", "llama"] = "bytes"
+    """`bytes` has rotary positions, GELU, and one matrix for embedding and head. `gpt2` has learned positions instead.
+    `llama` has RMS norms, no biases, rotary positions, SwiGLU, and separate matrices.
+    """
+
+    vocabulary: int = BYTE_VALUES
+    kv_heads: int | None = None
+    """Number of key and value heads. `None` means as many as query heads."""
+
+    hidden: int | None = None
+    """Width inside the MLP. `None` means four times `width`."""
+
+    source: str = ""
+    """Where the shape was published."""
+
+    @property
+    def inner(self) -> int:
+        """Width inside the MLP."""
+        return self.hidden or 4 * self.width
+
+    @property
+    def biases(self) -> bool:
+        """Whether matrices have biases."""
+        return self.kind != "llama"
+
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise ValueError(f"GPT {name} must be at least 1, got {value}")
+        for name in ("layers", "width", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"GPT {name} must be at least 1, got {getattr(self, name)}")
         if self.width % (2 * self.heads):
             raise ValueError(f"GPT width must be a multiple of twice the heads: width {self.width}, heads {self.heads}")
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bench.support.fake_group import as_over_nccl, fake_group
 from shardlite import LayoutError, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import Communicator, NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.errors import CommError
+from shardlite.lab.fake_group import as_over_nccl, fake_group
 from tests.support.internals import context as context_of
 from tests.support.patience import seconds
 

@@ -199,11 +199,11 @@ def all_reduce_bucket(_: object, bucket: dist.GradBucket) -> torch.futures.Futur
     return done
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count operators that launch a kernel, a copy or a collective on a GPU, and those that return a view."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -220,7 +220,8 @@ def operators(step: Callable[[], object]) -> Counter[str]:
 
     An operator counts as one launch, although a fused optimizer step over all parameters launches several kernels.
     """
-    with _Operators() as mode:
+    mode = _Operators()
+    with mode:
         step()
     return mode.counts
 

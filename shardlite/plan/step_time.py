@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardlite.lab.plan.clusters import Cluster
-from shardlite.lab.plan.plan import RankPlan
-from shardlite.plan import UnitBudget
+from shardlite.plan.budget import UnitBudget
+from shardlite.plan.clusters import Cluster
+from shardlite.plan.planner import RankPlan
 
 _NARROW = (torch.bfloat16, torch.float16)
 

@@ -1,36 +1,48 @@
-"""A byte-level GPT: pre-norm blocks, causal attention with rotary positions, tied embedding and head.
+"""Decoders: the byte-level GPT that is trained, and the models of presets, which are planned.
 
-It is an ordinary PyTorch module that does not depend on ShardLite.
+They are ordinary PyTorch modules that do not depend on ShardLite. Blocks are pre-norm.
 
-Legend: `b` sequences, `t` bytes in a sequence, `c` width, `h` heads, `d = c / h`, `v = 256` byte values.
+Legend: `b` sequences, `t` tokens in a sequence, `c` width, `h` heads, `d = c / h`, `v` vocabulary (256 byte values).
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shardlite.lab.train.settings import BYTE_VALUES as BYTE_VALUES
 from shardlite.lab.train.settings import GPTConfig
-
-BYTE_VALUES = 256
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention. Several query heads may share one key and value head."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.out = nn.Linear(config.width, config.width)
+        self.heads, self.rotary = config.heads, config.kind != "gpt2"
+        self.groups, each = config.kv_heads or config.heads, config.width // config.heads
+        if config.kind == "bytes":
+            self.qkv = nn.Linear(config.width, 3 * config.width)
+        else:
+            self.q = nn.Linear(config.width, config.width, bias=config.biases)
+            self.kv = nn.Linear(config.width, 2 * self.groups * each, bias=config.biases)
+        self.out = nn.Linear(config.width, config.width, bias=config.biases)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map hidden states: [b t c] -> [b t c]."""
-        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
-        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        if hasattr(self, "qkv"):
+            q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        else:
+            q = rearrange(self.q(x), "b t (h d) -> b h t d", h=self.heads)
+            k, v = rearrange(self.kv(x), "b t (two g d) -> two b g t d", two=2, g=self.groups)
+        if self.rotary:
+            q, k = rotate(q), rotate(k)
+        if self.groups < self.heads:
+            k, v = (repeat(each, "b g t d -> b (g n) t d", n=self.heads // self.groups) for each in (k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         mixed: Tensor = self.out(rearrange(attended, "b h t d -> b t (h d)"))
         return mixed
 
@@ -50,16 +62,33 @@ def rotate(x: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
+class SwiGLU(nn.Module):
+    """Three matrices of an MLP, one of which gates another."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.rise, self.gate = (nn.Linear(config.width, config.inner, bias=False) for _ in range(2))
+        self.fall = nn.Linear(config.inner, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map hidden states: [b t c] -> [b t c]."""
+        rise = self.rise(x)
+        return self.fall(F.silu(self.gate(x)) * rise)  # type: ignore[no-any-return]
+
+
 class Block(nn.Module):
     """Attention, then an MLP, each with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = _norm(config)
         self.attention = Attention(config)
-        self.mlp_norm = nn.LayerNorm(config.width)
-        self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width), nn.GELU(), nn.Linear(4 * config.width, config.width)
+        self.mlp_norm = _norm(config)
+        gelu = nn.GELU("tanh" if config.kind == "gpt2" else "none")
+        self.mlp = (
+            SwiGLU(config)
+            if config.kind == "llama"
+            else nn.Sequential(nn.Linear(config.width, config.inner), gelu, nn.Linear(config.inner, config.width))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +99,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte at every position of a text.
+    """Predicts the next token at every position of a text.
 
     Args:
         config: the shape of the model.
@@ -80,17 +109,19 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, *, recompute: bool = False) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
-        self.embedding = nn.Embedding(BYTE_VALUES, config.width)
+        self.embedding = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.kind == "gpt2" else None
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, BYTE_VALUES, bias=False)
+        self.norm = _norm(config)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self._initialize()
-        self.head.weight = self.embedding.weight
+        if config.kind != "llama":
+            self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        """Return the logits [b t v] of the byte after each byte of `x` [b t].
+        """Return the logits [b t v] of the token after each token of `x` [b t].
 
-        If the following bytes `y` [b t] are given, return the mean loss in nats per byte instead.
+        If the following tokens `y` [b t] are given, return the mean loss in nats per token instead.
 
         Raises:
             ValueError: `t` exceeds the context.
@@ -98,11 +129,14 @@ class GPT(nn.Module):
         if x.shape[1] > self.config.context:
             raise ValueError(f"GPT got {x.shape[1]} bytes, but its context is {self.config.context}")
         hidden = self.embedding(x)
+        if self.positions is not None:
+            hidden = hidden + self.positions.weight[: x.shape[1]]
         for block in self.blocks:
             hidden = checkpoint(block, hidden, use_reentrant=False) if self.recompute else block(hidden)
         logits: Tensor = self.head(self.norm(hidden))
         if y is None:
             return logits
+        logits = logits if self.config.kind == "bytes" else logits.float()
         return F.cross_entropy(rearrange(logits, "b t v -> (b t) v"), rearrange(y, "b t -> (b t)"))
 
     @torch.no_grad()
@@ -128,3 +162,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.layers) ** 0.5 if adds else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+
+
+def _norm(config: GPTConfig) -> nn.Module:
+    return nn.RMSNorm(config.width) if config.kind == "llama" else nn.LayerNorm(config.width)

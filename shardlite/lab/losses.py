@@ -1,4 +1,4 @@
-"""Table of cases in which ShardLite takes more time or memory than a peer, printed by `python -m bench.support.losses`.
+"""Table of cases in which ShardLite takes more time or memory than a peer, printed by `python -m shardlite.lab.losses`.
 
 Each line is the worst case of the newest runs under `bench/results/`. `docs/measured.md` has the table, with a reason
 for each line.

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from shardlite.engine import in_backward
 from shardlite.params import Unit, storage_key
-from shardlite.plan import Event, Kind
+from shardlite.plan.timeline import Event, Kind
 from shardlite.telemetry import Ledger
 from shardlite.wrapping import UnitPlan, needs
 

@@ -4,7 +4,7 @@
 
 makes the measurement of `shardlite memory --process` on the models of the other benches. The bench starts new
 processes for each model, number of ranks and system. Rows go to `bench/results/footprint-MODEL-Nranks.jsonl`, one JSON
-object per system; `shardlite/lab/memory/measure.py` describes the keys of a row.
+object per system; `shardlite/lab/memory/recorder.py` describes the keys of a row.
 
 By default `malloc` returns large blocks to the system as soon as they are freed (`MALLOC_MMAP_THRESHOLD_`), so that
 results do not depend on fragmentation by `malloc`. `--malloc default` leaves `malloc` unchanged. `--busy N` runs N
@@ -17,31 +17,25 @@ with PyTorch 2.13. It requires a C++ compiler, because it builds its shared-memo
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from shardlite.lab.memory import table
-from shardlite.lab.memory.measure import measure
 from shardlite.lab.memory.plots import paint
+from shardlite.lab.memory.recorder import measure
 from shardlite.lab.memory.run import RETURNS, Program, be_rank, measure_all
-from shardlite.lab.memory.systems import SYSTEMS
-from shardlite.lab.plan.source import Source
-from shardlite.lab.table import RESULTS, Row, markdown_table, read_rows
+from shardlite.lab.memory.text import as_markdown, run_stem
+from shardlite.lab.ranks import parser_of
+from shardlite.lab.systems import MEASURED as SYSTEMS
+from shardlite.lab.table import Row, read_rows, write_rows
 from shardlite.lab.workloads import WORKLOADS, Workload
+from shardlite.plan import Source
 
 
 def source_of(workload: Workload) -> Source:
     """Return a workload as a model and one batch. The memory does not depend on the values in the batch."""
     return Source(workload.name, workload.make, lambda: workload.draw(0, 0), workload.words)
-
-
-def render(rows: Sequence[Row]) -> str:
-    """Return one table for each run, in Markdown."""
-    return table.render(rows, markdown_table)
 
 
 @contextmanager
@@ -56,33 +50,17 @@ def _busy(loops: int) -> Iterator[None]:
             program.wait()
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.footprint", description="memory of a step, by system")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], help="processes on this machine (2)")
-    parser.add_argument("--model", nargs="+", choices=list(WORKLOADS), default=["gpt2"], help="(gpt2)")
-    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS), help="(all)")
-    parser.add_argument("--malloc", choices=["returns", "default"], default="returns", help="(%(default)s)")
-    parser.add_argument(
-        "--busy", type=int, default=0, help="endless loops that run beside the measurement (%(default)s)"
-    )
-    parser.add_argument("--table", nargs="+", type=Path, metavar="FILE", help="only print the tables of these rows")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also plot the rows; requires matplotlib")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the rows (%(default)s)")
-    parser.add_argument("--row", type=Path, help=argparse.SUPPRESS)  # output file of a rank
+def main(arguments: Sequence[str]) -> int:
+    """Measure one system as a rank, or start the ranks of each system. Return 1 if a system failed."""
+    parser = parser_of("bench.footprint")
     options = parser.parse_args(arguments)
     if min(options.ranks) < 1 or options.busy < 0:
         parser.error("--ranks must be at least 1, and --busy at least 0")
-    return options
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Measure one system as a rank, or start the ranks of each system. Return 1 if a system failed."""
-    options = _options(arguments)
     if options.row is not None:
         source, system = source_of(WORKLOADS[options.model[0]]), SYSTEMS[options.systems[0]]
         return be_rank(lambda group: measure(source, system, group, process=True), options.row)
     rows = read_rows(options.table) if options.table else _run_all(options)
-    print(render(rows))
+    print(as_markdown(rows))
     if options.plots is not None:
         print(*(f"wrote {path}" for path in paint(rows, options.plots, kind="svg")), sep="\n")
     return int(any("error" in row for row in rows))
@@ -90,9 +68,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run_all(options: argparse.Namespace) -> list[Row]:
     """Measure the models one after the other, and write the rows of each number of ranks when they are complete."""
-    options.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    systems = {name: SYSTEMS[name] for name in options.systems}
+    systems = {name: SYSTEMS[name] for name in options.systems or SYSTEMS}
     for model in options.model:
         program = Program(
             module="bench.footprint",
@@ -103,7 +80,11 @@ def _run_all(options: argparse.Namespace) -> list[Row]:
         with _busy(options.busy):
             for run in measure_all(source_of(WORKLOADS[model]), program, systems, options.ranks):
                 if run:  # at least one of the systems is installed
-                    file = options.out / f"{table.run_stem(run[0])}.jsonl"
-                    file.write_text("".join(f"{json.dumps(row)}\n" for row in run))
+                    file = options.out / f"{run_stem(run[0])}.jsonl"
+                    write_rows(run, file)
                     rows += run
     return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bench.scale.simulated import HERE
+from shardlite.lab.plots import COLOURS, MARKERS, draw_curves, new_figure, save
 from shardlite.lab.table import Row, markdown_table, where
 
 if TYPE_CHECKING:
@@ -15,10 +17,6 @@ if TYPE_CHECKING:
 _HEAD = ("scaling", "ranks", "step, ms", "simulated, ms", "simulated / measured", "efficiency", "simulated")
 _SHOWN = (1, 8, 64, 512, 4096)
 """Numbers of ranks in the table of a named cluster."""
-
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")  # Wong 2011, Nature Methods 8, 441
-_MARKERS = ("o", "s", "^", "D", "v")
-_DASHES = ("--", "-.", ":", (0, (5, 1)), (0, (1, 1)))
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -81,53 +79,34 @@ def paint(rows: Sequence[Row], path: Path) -> None:
         ModuleNotFoundError: If matplotlib is not installed.
         OSError: If `path` cannot be written.
     """
-    import matplotlib  # optional, and slow to import
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "scale"  # so that equal rows give equal files
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    both = figure.subplots(1, 2, sharey=True)
+    figure, both = new_figure(9, 4.2, columns=2, sharey=True)
     for axes, mode in zip(both, ("weak", "strong"), strict=True):
-        chosen = [row for row in rows if row["bench"] == "scale" and row["mode"] == mode]
-        _paint_mode(axes, chosen)
+        _paint_mode(axes, [row for row in rows if row["bench"] == "scale" and row["mode"] == mode])
         axes.set_title({"weak": "same batch on each rank", "strong": "same batch on all ranks"}[mode], fontsize=10)
     both[0].set_ylabel("scaling efficiency, %")
-    handles, labels = both[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    save(figure, path)
 
 
 def _paint_mode(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw the curves of one mode."""
+    curves, styles = {}, list[Mapping[str, Any]]()
     names = list(dict.fromkeys(row["cluster"] for row in rows))
-    for name, colour, marker, dashes in zip(names, _COLOURS, _MARKERS, _DASHES, strict=False):
-        for kind in ("simulated", "measured"):
-            found = sorted((row for row in rows if (row["cluster"], row["kind"]) == (name, kind)), key=_ranks)
-            if not found:
-                continue
-            measured = kind == "measured"
-            what = f"{found[0]['model']} on {found[0]['machine'] if name == HERE else name}, {kind}"
-            axes.plot(
-                [row["ranks"] for row in found],
-                [100 * row["efficiency"] for row in found],
-                color=colour,
-                linestyle="-" if measured else dashes,
-                marker=marker,
-                markersize=7 if measured else 5,
-                markerfacecolor=colour if measured else "white",
-                label=what,
-            )
-            if measured:
-                _mark_shared(axes, found, colour)
-    axes.axhline(100, color="#777777", linewidth=0.8)
+    for number, (name, kind) in enumerate(product(names, ("simulated", "measured"))):
+        found = sorted(
+            (r for r in rows if (r["cluster"], r["kind"]) == (name, kind)), key=lambda row: int(row["ranks"])
+        )
+        if not found:
+            continue
+        colour, measured = COLOURS[number // 2], kind == "measured"
+        label = f"{found[0]['model']} on {found[0]['machine'] if name == HERE else name}, {kind}"
+        curves[label] = [row["ranks"] for row in found], [100 * row["efficiency"] for row in found]
+        style = {"color": colour, "marker": MARKERS[number // 2], "linestyle": "-" if measured else "--"}
+        styles.append({**style, "markersize": 7 if measured else 5, "markerfacecolor": colour if measured else "white"})
+        if measured:
+            _mark_shared(axes, found, colour)
     axes.set_xscale("log", base=2)
-    ticks = [1, 4, 16, 64, 256, 1024, 4096]
-    axes.set_xticks(ticks, [str(each) for each in ticks])
-    axes.set(xlabel="ranks", ylim=(0, 115))
-    axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8)
+    draw_curves(axes, curves, styles, ticks=[4**n for n in range(7)], legend=False, xlabel="ranks", ylim=(0, 115))
 
 
 def _mark_shared(axes: Axes, rows: Sequence[Row], colour: str) -> None:
@@ -142,8 +121,3 @@ def _mark_shared(axes: Axes, rows: Sequence[Row], colour: str) -> None:
 def _cores(row: Row) -> int:
     """Return the number of cores in the description of a machine."""
     return int(row["machine"].rpartition(", ")[2].split()[0])
-
-
-def _ranks(row: Row) -> int:
-    ranks: int = row["ranks"]
-    return ranks

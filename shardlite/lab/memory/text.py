@@ -4,35 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 
-from shardlite.lab.memory.measure import Row
+from shardlite.lab.memory.recorder import Row
 from shardlite.lab.memory.timeline import PURPOSES, Timeline
-from shardlite.lab.plan.plan import RankPlan, Setting
 from shardlite.lab.plan.report import words
-from shardlite.lab.plan.source import Source
-from shardlite.lab.table import aligned
-from shardlite.plan import ACTIVATIONS
+from shardlite.lab.table import TABLES, aligned, cells_of, markdown_table
+from shardlite.plan import ACTIVATIONS, RankPlan, Setting, Source
 
 _MALLOC = {"returns": "malloc returns large blocks to the system", "default": "malloc with its defaults"}
-
-_COLUMNS: dict[str, tuple[str, Callable[[Row, str], str]]] = {
-    "system": ("system", lambda row, unit: str(row["system"])),
-    "step, %s": ("pss_bytes", lambda row, unit: _in(unit, row["pss_bytes"])),
-    "/ FSDP2's": ("pss_vs_fsdp2", lambda row, unit: f"{row['pss_vs_fsdp2']:.2f}"),
-    "tensors, %s": ("tensor_bytes", lambda row, unit: _in(unit, row["tensor_bytes"])),
-    "predicted, %s": ("predicted_bytes", lambda row, unit: _in(unit, row["predicted_bytes"])),
-    "measured / predicted": (
-        "predicted_bytes",
-        lambda row, unit: f"{row['tensor_bytes'] / row['predicted_bytes']:.3f}",
-    ),
-    "between steps, %s": ("between_bytes", lambda row, unit: _in(unit, row["between_bytes"])),
-    "made, %s": ("made_bytes", lambda row, unit: _in(unit, row["made_bytes"])),
-    "wrapping, %s": ("wrap_peak_bytes", lambda row, unit: _in(unit, row["wrap_peak_bytes"])),
-    "unexplained": ("unexplained", lambda row, unit: f"{100 * row['unexplained']:+.1f} %"),
-}
-"""For each column, a key of rows and a function that formats the cell in a unit. `%s` in the title is the unit.
-
-Columns whose key no row has are left out.
-"""
 
 _UNITS = {"KiB": 2**10, "MiB": 2**20}
 _FEW = 10 * 2**20
@@ -59,6 +37,11 @@ def run_stem(row: Row) -> str:
 def render(rows: Sequence[Row], table: Callable[[list[list[str]]], str] = aligned) -> str:
     """Return one table per run. `table` formats the cells of a run, by default as aligned text."""
     return "\n\n".join(_render_run(run, table) for run in runs(rows))
+
+
+def as_markdown(rows: Sequence[Row]) -> str:
+    """Return one table per run, in Markdown."""
+    return render(rows, markdown_table)
 
 
 def by_purpose(source: Source, plan: RankPlan, ours: Timeline, theirs: Timeline) -> str:
@@ -102,11 +85,17 @@ def _render_run(run: Sequence[Row], table: Callable[[list[list[str]]], str]) -> 
     measured = [row for row in run if "error" not in row]
     if not measured:
         return "\n".join([f"{run[0]['model']}, {run[0]['ranks']} CPU ranks", *failures])
-    keys = {key for row in measured for key in row}
     unit = "KiB" if max(row["tensor_bytes"] for row in measured) < _FEW else "MiB"
-    columns = {name.replace("%s", unit): column for name, column in _COLUMNS.items() if column[0] in keys}
-    cells = [[cell(row, unit) if key in row else "" for key, cell in columns.values()] for row in measured]
-    return "\n\n".join([_heading(measured[0]), table([list(columns), *cells]), *failures])
+    columns = {
+        name.replace("%s", unit): each.replace("%s", unit) for name, each in TABLES["footprint"]["columns"].items()
+    }
+    cells = cells_of(columns, list(map(_with_ratio, measured)))
+    return "\n\n".join([_heading(measured[0]), table(cells), *failures])
+
+
+def _with_ratio(row: Row) -> Row:
+    known = "predicted_bytes" in row
+    return {**row, "measured_vs_predicted": row["tensor_bytes"] / row["predicted_bytes"] if known else None}
 
 
 def _heading(row: Row) -> str:

@@ -7,12 +7,13 @@ hangs or is missing does not affect the other benches.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,21 +21,16 @@ from time import perf_counter
 
 import torch
 
+from shardlite.lab.launch import ROOT as ROOT
+from shardlite.lab.launch import run_limited
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.ranks import end_group
-from shardlite.lab.table import Row, read_rows, replace_rows
-
-ROOT = Path(__file__).parents[2]
+from shardlite.lab.table import RESULTS, Row, read_rows, replace_rows
 
 BUDGET = 19 * 60.0
 """Time limit in seconds for all benches on a machine without a GPU."""
 
 MISSING = "skipped: not in this checkout"
 """Status of a bench that this checkout lacks. This status is not a failure."""
-
-_SETTINGS = "--model small --steps 2 --precision fp32 bf16 --accumulation 1 4"
-
-_STEPPED = ("floor", "ddp", "zero", "fsdp1", "fsdp2", "stage0", "stage1", "stage2", "stage3", "in_backward")
 
 
 @dataclass(frozen=True)
@@ -61,41 +57,22 @@ class Part:
         return module is None or find_spec(module[1]) is not None
 
 
-def _step(name: str, options: str, systems: Iterable[str], seconds: float) -> Part:
-    toy = "-m bench.step --ranks 2 --model tiny --steps 1 --systems floor ddp fsdp2 stage3"
-    return Part(name, f"-m bench.step {options} --systems {' '.join(systems)}", seconds, toy)
+_ALL = [Part(**described) for described in json.loads((RESULTS.parent / "suite.json").read_text())]
 
-
-_RING = "-m bench.ring --ranks 2 4 --sizes 4096 1048576 16777216 67108864 --rounds 6"
-_FOOTPRINT = "-m bench.footprint --ranks 2 --model gpt2 --systems activations ddp fsdp2 stage3 in_backward compact"
-_TOY_SCALE = "-m bench.scale --model tiny --ranks 1 2 --steps 1 --named dgx-h100 --planned demo-tiny"
-_SAVE = "-m bench.faults.checkpoint --ranks 2"
-_KERNELS = "-m bench.kernels --device cpu --threads 1"
-_FEW = ("floor", "ddp", "fsdp2", "stage3")
-
-PARTS: Sequence[Part] = (
-    _step("step-gpt-2ranks", "--ranks 2 --model gpt --steps 5", _STEPPED, 270),
-    Part("ring", _RING, 120, "-m bench.ring --ranks 2 --sizes 4096 65536 --rounds 2"),
-    Part("footprint", _FOOTPRINT, 260, "-m bench.footprint --ranks 2 --model tiny --systems ddp stage3"),
-    _step("step-mlp", "--ranks 2 4 --model mlp --steps 6", _STEPPED, 200),
-    Part("scale", "-m bench.scale --steps 4", 180, _TOY_SCALE),
-    Part("host", "-m bench.host --ranks 2 --steps 20", 80, "-m bench.host --ranks 2 --model tiny --steps 1"),
-    Part("checkpoint", _SAVE, 60, f"{_SAVE} --model tiny --rounds 1"),
-    _step("step-settings", f"--ranks 2 1 {_SETTINGS} --clip none 1.0", _FEW, 220),
-    _step("step-settings-4ranks", f"--ranks 4 {_SETTINGS} --clip 1.0", _FEW, 120),
-    _step("step-gpt-4ranks", "--ranks 4 --model gpt --steps 3", ("floor", "ddp", "fsdp2", "stage0", "stage3"), 220),
-    Part("kernels", f"{_KERNELS} --numel 1e6 --rounds 8 --seconds 2", 90, f"{_KERNELS} --numel 1e4 --rounds 2"),
-    Part("strategies", "-m bench.strategies", 180, "-m bench.strategies --help"),
-)
+PARTS = [part for part in _ALL if not part.on_gpu]
 """Parts in order of importance, because on a busy machine the budget may be too small for the last parts."""
 
-ON_GPU: Sequence[Part] = (Part("gpu", "-m bench.gpu", 9 * 60, "-m bench.gpu --dry --only environment", on_gpu=True),)
+ON_GPU = [part for part in _ALL if part.on_gpu]
 """Additional parts on a machine with a GPU: kernels, and steps compared with FSDP2."""
 
 
 def parts() -> list[Part]:
     """Return the parts that this machine supports."""
     return [*PARTS, *(ON_GPU if torch.cuda.is_available() else ())]
+
+
+NAMES = [part.name for part in parts()]
+"""Names of the parts."""
 
 
 def file_name() -> str:
@@ -151,15 +128,7 @@ def _run_part(part: Part, folder: Path, left: float, *, dry: bool) -> str:
         environment["CUDA_VISIBLE_DEVICES"] = ""
     log = folder / "log.txt"
     with log.open("w") as output:
-        process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            return f"ended after {limit:.0f} s"
-        finally:
-            end_group(process)
-    if status:
+        status = run_limited(command, limit, environment, output)
+    if status.startswith("failed"):
         print(log.read_text()[-20_000:], file=sys.stderr, flush=True)
-    return "ok" if status == 0 else f"failed with status {status}"
+    return status

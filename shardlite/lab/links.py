@@ -1,6 +1,6 @@
 """Bytes that each GPU sends in a step inside its node and across nodes, for each arrangement of ranks.
 
-    python -m bench.support.links
+    python -m shardlite.lab.links
 
 prints the table of `docs/rings.md`. A step gathers all weights twice and reduces all gradients once. Over NCCL,
 gathers are rings over all network cards of a node, and so are reductions with `reduce="fast"`. In such a ring, one of
@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from shardlite.lab.plan.presets import PRESETS, Shape
+from shardlite.lab.plan.presets import PRESETS
+from shardlite.lab.train.settings import GPTConfig
 
 NODE = 8
 """GPUs of a node."""
@@ -142,9 +143,9 @@ ROWS: Sequence[tuple[int, Sequence[Arrangement]]] = (
 """For each number of GPUs, the recommended arrangement, followed by alternatives."""
 
 
-def numel_of(shape: Shape) -> tuple[int, int]:
+def numel_of(shape: GPTConfig) -> tuple[int, int]:
     """Return the number of parameters of one block, and of the whole model, for a preset of kind `llama`."""
-    width, hidden = shape.width, shape.hidden or 4 * shape.width
+    width, hidden = shape.width, shape.inner
     kv = (shape.kv_heads or shape.heads) * width // shape.heads
     block = 2 * width * width + 2 * width * kv + 3 * width * hidden + 2 * width
     return block, shape.layers * block + 2 * shape.vocabulary * width + width

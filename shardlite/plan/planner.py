@@ -6,7 +6,6 @@ activation checkpointing. It then plans any number of settings (stages, formats,
 Legend: `W` ranks.
 """
 
-from argparse import Namespace
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,21 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from shardlite import ShardLite
-from shardlite.cli import precision_of
 from shardlite.config import Keep, Precision
 from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
-from shardlite.lab.plan.source import Source, SourceError
-from shardlite.lab.plan.trace import trace
-from shardlite.optimizers import Owned, assign, is_hidden_matrix, ranges_of
-from shardlite.plan import ACTIVATIONS, MOST_RANKS, Budget, Event, Recipe, StepTimeline, budget_of, timeline_of
+from shardlite.plan.budget import Budget, Recipe, budget_of
+from shardlite.plan.limit import MOST_RANKS
+from shardlite.plan.source import Source, SourceError
+from shardlite.plan.timeline import ACTIVATIONS, Event, StepTimeline, timeline_of
+from shardlite.plan.trace import trace
 from shardlite.wrapping import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
 
 _META = torch.device("meta")
+_Nothing = type("_Nothing", (nn.Module,), {})  # the class of no module: this room does not know `ShardLite`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +66,6 @@ class Setting:
             state=self.state,
             in_backward=self.in_backward,
         )
-
-
-def setting_of(options: Namespace) -> Setting:
-    """Return the setting of a command line, from the shared options `training` in `options.json`.
-
-    Raises:
-        ValueError: the dtypes cannot be combined.
-    """
-    return Setting(
-        precision=precision_of(options.compute, options.reduce, options.master, options.keep),
-        state=options.state,
-        in_backward=options.in_backward,
-        prefetch=options.prefetch,
-    )
 
 
 @dataclass(frozen=True)
@@ -141,12 +125,14 @@ class Planner:
         Raises:
             SourceError: the model cannot be created with fake tensors.
         """
+        from torch._subclasses.fake_tensor import FakeTensorMode  # late: imports sympy
+
         self.source = source
         self._progress = progress
         self._fake = FakeTensorMode()
         progress(f"making {source.name} of fake tensors")
         self._module = self._make()
-        validate.check_module(self._module, Precision(), wrapper=ShardLite)
+        validate.check_module(self._module, Precision(), wrapper=_Nothing)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
@@ -158,7 +144,7 @@ class Planner:
     @property
     def unit_names(self) -> list[str]:
         """Names of the units."""
-        return [unit.name for unit in self._units(Setting()).units]
+        return [unit.name for unit in self._budget(Setting()).units]
 
     def plan(self, setting: Setting) -> RankPlan:
         """Plan rank 0. No other rank holds more.
@@ -168,7 +154,7 @@ class Planner:
         """
         precision = setting.precision
         events = self.events(precision.compute, setting.checkpoint, precision.keep)  # type: ignore[arg-type]
-        budget = self._units(setting)
+        budget = self._budget(setting)
         return RankPlan(setting, budget, timeline_of(budget, events), events)
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
@@ -181,26 +167,12 @@ class Planner:
         high = next(filter(fits, powers), None)
         return None if high is None else bisect_left(range(high), True, lo=high // 2 + 1, key=fits)
 
-    def owners(self, setting: Setting) -> list[Owned]:
-        """Return the trained matrices, without embeddings and heads, with their owners in `WholeParameters`."""
-        plan, found = self._plan(setting), list[Owned]()
-        for unit, flats in zip(plan.units, plan.flats, strict=True):
-            for layout in (flat.layout for flat in flats if flat.layout.trainable):
-                for index, slot in enumerate(layout.slots):
-                    if is_hidden_matrix(slot.name, slot.shape):
-                        ranges = ranges_of(layout, index, whole=setting.stage == 0)
-                        found.append(
-                            Owned(name=slot.name, unit=unit.name, shape=slot.shape, ranges=ranges, place=len(found))
-                        )
-        if found:
-            assign(found)
-        return found
-
-    def _plan(self, setting: Setting) -> Plan:
+    def units(self, setting: Setting) -> Plan:
+        """Return the units of a setting, and the layouts of their flats."""
         return plan_units(self._module, setting.recipe.options, setting.world_size, _META)
 
-    def _units(self, setting: Setting) -> Budget:
-        return budget_of(self._plan(setting), setting.recipe, buffers=self._buffers)
+    def _budget(self, setting: Setting) -> Budget:
+        return budget_of(self.units(setting), setting.recipe, buffers=self._buffers)
 
     def _trace(self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None) -> Sequence[Event]:
         how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"

@@ -50,10 +50,10 @@ from shardlite import ShardLite
 from shardlite.comm import all_gather_json
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.memory.peak import peak_of
-from shardlite.lab.memory.systems import System
-from shardlite.lab.plan.source import Source
-from shardlite.lab.systems import OPTIMIZER, Trainer
+from shardlite.lab.systems import OPTIMIZER, System
+from shardlite.lab.trainer import Trainer
 from shardlite.model import ModelState
+from shardlite.plan import Source
 
 Row = dict[str, Any]
 

@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
 from bench.optimizers.peers import PEERS
-from shardlite import Precision, ShardLite, WholeParameters
+from shardlite import ShardLite, WholeParameters
 from shardlite.lab import systems
-from shardlite.lab.systems import ADAMW, OPTIONS, Build, Floor, Trainer, flat, join, torch_adamw, whole_of_dtensor
+from shardlite.lab.systems import ADAMW, OPTIONS, Build, torch_adamw
+from shardlite.lab.trainer import Floor, Trainer, flat, join
 from shardlite.lab.workloads import Workload
 from shardlite.optimizers.groups import is_hidden_matrix
 
@@ -104,11 +105,9 @@ def build_ddp(workload: Workload, group: dist.ProcessGroup) -> Trainer:
     return Trainer(model, both(model, torch_muon), flat)
 
 
-def build_fsdp2(workload: Workload, group: dist.ProcessGroup, *, muon: MakeMuon) -> Trainer:
-    """Build FSDP2."""
-    model = workload.model()
-    model = systems.wrap_fsdp2(model, workload.units(model), group, Precision())
-    return Trainer(model, both(model, muon), whole_of_dtensor)
+def _fsdp2(muon: MakeMuon) -> Build:
+    """Return a function that builds FSDP2 whose matrices `muon` steps."""
+    return partial(systems.build_fsdp2, optimizer=partial(both, muon=muon))
 
 
 def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int) -> Trainer:
@@ -119,8 +118,8 @@ def build_shardlite(workload: Workload, group: dist.ProcessGroup, *, stage: int)
 
 
 OF_FSDP2: dict[str, Build] = {
-    "dtensor": partial(build_fsdp2, muon=torch_muon),
-    **{name: partial(build_fsdp2, muon=partial(peer.make, options=MUON)) for name, peer in PEERS.items()},
+    "dtensor": _fsdp2(torch_muon),
+    **{name: _fsdp2(partial(peer.make, options=MUON)) for name, peer in PEERS.items()},
 }
 
 OURS: dict[str, Build] = {f"stage{stage}": partial(build_shardlite, stage=stage) for stage in (2, 3)}
