@@ -7,7 +7,7 @@ import torch
 
 from bench import host
 from bench.support.fake_group import launches
-from shardlite.lab.table import RESULTS, read_rows
+from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
@@ -38,11 +38,6 @@ def test_real_ranks_are_timed_and_their_calls_counted(cluster):
     calls = {row["system"]: row["calls_per_step"] for row in rows}
     assert 0 < calls["floor"] < calls["stage0"] < calls["stage3"]
     assert host.render(rows).count("few") == len(rows)
-
-
-def test_rows_of_both_kinds_have_a_table_each():
-    real, fake = (read_rows([RESULTS / name]) for name in ("host-2ranks.jsonl", "host-fake.jsonl"))
-    assert host.render([*fake, *real]) == f"{host.render(real)}\n\n{host.render(fake)}"
 
 
 ON_FAKE = """

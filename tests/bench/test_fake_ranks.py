@@ -7,12 +7,9 @@ from unittest import mock
 
 import pytest
 import torch
-import triton
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from bench.gpu import fake_ranks, link
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
@@ -24,7 +21,6 @@ from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.lab.systems import build_fsdp2
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2
-from tests.kernels.stub_driver import Pointer, StubDriver
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -76,28 +72,6 @@ def test_a_fake_collective_is_one_launch(monkeypatch, offset, width):
     assert arguments[2:5] == (target.data_ptr(), source.data_ptr(), 64 // width)
     assert (options["ROWS"], options["ELEMENT"].primitive_bitwidth) == (4, 8 * width)
     assert fake.host_seconds > 0
-
-
-def test_a_launch_skips_what_triton_does_before_one(monkeypatch):
-    gpus = StubDriver(monkeypatch, [link._collective_kernel])
-    fake, target, source = FakeLink(4, CPU), torch.zeros(64), torch.zeros(16)
-    fake._link = Pointer(torch.int64, 1 << 30)
-    for _ in range(3):
-        fake("_allgather_base", target, source)
-    assert (gpus.by_triton, len(gpus.launched)) == (1, 3)
-    assert gpus.launched[2] == gpus.launched[0]
-    assert gpus.launched[0].grid == (32, 1, 1)
-
-
-def test_the_kernel_compiles_and_reads_the_clock_until_it_is_time():
-    types = {"link": "*i64", "out": "i64", "own": "i64", "numel": "i32", "ns": "i32", "n": "i32"}
-    constants = {"ROWS": 8, "ELEMENT": triton.language.int64, "BLOCK": 1}
-    source = ASTSource(link._collective_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]
-    assert code.count("%globaltimer") == 2
-    *_, waiting = code.split("%globaltimer")
-    assert "bra" in waiting.split("ret;")[0]  # the second one is in a loop
-    assert code.count("atom.global") == 2
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
