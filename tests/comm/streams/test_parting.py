@@ -155,13 +155,6 @@ def test_ranks_that_leave_out_different_units_do_not_hang(whole):
     assert not hangs(*ranks)
 
 
-def test_they_would_if_late_reductions_were_behind_the_whole_backward(whole, monkeypatch):
-    """The way of how-it-works.md: rank 0 waits for a reduction that rank 1 starts last, and rank 1 for a gather."""
-    start, expected = StreamRun._start, whole({})
-    monkeypatch.setattr(StreamRun, "_start", lambda *each, late=False, **options: start(*each, **options))
-    assert [name for name, left_out in PARTINGS.items() if hangs(expected, collectives(left_out))]
-
-
 def test_they_would_if_a_unit_were_behind_what_follows_it(whole, monkeypatch):
     """The rest of a unit is not known to come: its gradients are behind the moment at which the backward went on."""
     expected = whole({})
