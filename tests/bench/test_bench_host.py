@@ -7,7 +7,6 @@ import torch
 
 from bench import host
 from bench.support.fake_group import launches
-from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
@@ -90,15 +89,6 @@ def test_a_long_reduction_is_at_most_eight_exchanges_and_a_kernel_on_any_number_
         assert row["launches"] == row["collectives"] + 1
         assert row["collectives"] == ({8: 7, 64: 8}[row["ranks"]] if row["reduce"] == "exact" else 1)
         assert row["staging_bytes"] <= 110e6
-
-
-@pytest.mark.slow
-def test_the_command_writes_rows_of_a_fake_group(tmp_path):
-    done = run_process("-m", "bench.host", "--fake", "4", "--steps", "1", "--out", str(tmp_path))
-    assert done.status == 0, done.err
-    rows = read_rows([tmp_path / "host-fake.jsonl"])
-    assert rows
-    assert host.render(rows) in done.out
 
 
 def test_views_and_empty_tensors_are_no_launches():

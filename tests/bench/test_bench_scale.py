@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from bench.scale import run, simulated
-from bench.scale.table import render
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import WORKLOADS
 
 TINY = WORKLOADS["tiny"]
@@ -58,13 +56,3 @@ def test_both_modes_are_verified_and_timed(group):
 )
 def test_what_cannot_end_well_is_not_begun(options, words, refusal):
     assert words in refusal(run.main, options)
-
-
-@pytest.mark.slow
-def test_the_command_writes_measured_and_simulated_rows(tmp_path, capsys):
-    options = ["--model", "tiny", "--ranks", "1", "2", "--steps", "1", "--named", "cpu", "--planned", "demo-tiny"]
-    assert run.main([*options, "--out", str(tmp_path)]) == 0
-    found = read_rows(tmp_path.glob("scale-*.jsonl"))
-    assert {row["bench"] for row in found} == {"scale", "scale-fit"}
-    assert {row["kind"] for row in found if row["bench"] == "scale"} == {"measured", "simulated"}
-    assert render(found) in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The search finds the largest model that fits, and a trial of each system reports correctly whether a model fits."""
 
-import os
 import sys
 from dataclasses import replace
 from functools import cache
@@ -17,7 +16,6 @@ from largest_systems import BASE, SYSTEMS, Shape
 from shardlite.cli.launch import process_group
 from tests.support.ranks.scripts import launched
 
-ROOT = Path(__file__).parents[2]
 MB = 10**6
 STANDARD = "ShardLite"
 TRIAL = example.Trial(STANDARD, 12 * MB // 10, 60 * MB)
@@ -74,14 +72,6 @@ def test_an_error_ends_the_search_and_is_told():
 # ---- trials ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
 def attempts(group, trial):
     """Body of a rank: run a trial in this process, without the last step."""
     with (
@@ -125,16 +115,6 @@ def test_two_ranks_hold_half_each(system, cluster):
     for outcome in cluster.run(attempts, 2, replace(TRIAL, system=system, budget=18 * MB)):
         assert outcome.fits, outcome.error
         assert 16 < 2 * outcome.peak / PARAMETERS < 28
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_processes_of_a_trial_give_one_outcome(ranks, on_cpu, outcome_of):
-    outcome = example.run_trial(TRIAL, ranks)
-    assert outcome.fits, outcome.error
-    if ranks == 1:
-        assert outcome.losses[:2] == outcome_of(STANDARD).losses
-        assert outcome.peak == pytest.approx(outcome_of(STANDARD).peak, rel=0.01)
 
 
 @pytest.mark.parametrize("losses", [[5.0, float("nan"), 4.0], [5.0, 4.0, 5.0]])

@@ -497,19 +497,6 @@ def test_a_step_needs_the_end_of_the_accumulation(group: Any) -> None:
         optimizer.step()
 
 
-def test_a_single_rank_refuses_what_it_cannot_divide(cluster: Any) -> None:
-    cluster.check(refuses_alone, 1)
-
-
-def refuses_alone(group: Any) -> None:
-    model = ShardLite(net(), group=group)
-    with model.no_sync():
-        model.count_items(5)
-        loss(model, Turn(0, 1, 0)).backward()
-    with pytest.raises(PhaseError, match="but not before this one"):
-        loss(model, Turn(0, 1, 0)).backward()
-
-
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
@@ -642,61 +629,6 @@ def padded(rank: int, micro: int, vocabulary: int) -> tuple[Tensor, Tensor, Tens
     lengths = torch.randint(2, 24, (4,), generator=generator) // (1 + 5 * (rank % 2)) + 1
     mask = (torch.arange(24) < lengths[:, None]).long()
     return tokens, tokens.masked_fill(mask == 0, -100), mask
-
-
-def summed_loss(model: Callable[..., Any], tokens: Tensor, labels: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    logits = model(input_ids=tokens, attention_mask=mask).logits[:, :-1].flatten(0, 1)
-    wanted = labels[:, 1:].flatten()
-    loss = nn.functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
-    return loss, (wanted != -100).sum()
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2, 3)
-def test_a_causal_language_model_has_the_gradients_of_one_process(group: Any) -> None:
-    """In fp32 they are at most twice as far from those in fp64 as PyTorch's own; means of means are 10 % off."""
-    transformers = pytest.importorskip("transformers")
-    rank, ranks, micros, vocabulary = dist.get_rank(group), dist.get_world_size(group), 3, 61
-    torch.manual_seed(0)
-    options = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": vocabulary}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
-    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**options, **heads))
-    every = [padded(r, m, vocabulary) for r in range(ranks) for m in range(micros)]
-    whole = [torch.cat(each) for each in zip(*every, strict=True)]
-
-    def alone(dtype: torch.dtype) -> dict[str, Tensor]:
-        module = copy.deepcopy(plain).to(dtype)
-        total, count = summed_loss(module, *whole)
-        (total / count).backward()
-        return {name: param.grad.double() for name, param in module.named_parameters() if param.grad is not None}
-
-    def distance(got: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-        """Return the relative distance of all gradients of all ranks."""
-        squares = torch.tensor(
-            [
-                sum((got[name].double() - each).square().sum().item() for name, each in expected.items()),
-                sum(each.square().sum().item() for each in expected.values()),
-            ]
-        )
-        dist.all_reduce(squares, group=group)
-        return (squares[0] / squares[1]).sqrt().item()
-
-    exact, own = alone(torch.float64), alone(torch.float32)
-    for sharded in (False, True):
-        for counts in (True, False):
-            model = ShardLite(copy.deepcopy(plain), group=group)
-            for micro in range(micros):
-                total, count = summed_loss(model, *padded(rank, micro, vocabulary))
-                if counts:
-                    model.count_items(count)
-                with accumulating(model, "step" if micro == micros - 1 else "sharded" if sharded else "local"):
-                    (total if counts else total / count / micros).backward()
-            parts = local_parts(model, exact)
-            error = distance(gradients(model), parts)
-            if counts:
-                assert error <= 2 * distance(local_parts(model, own), parts)
-            else:
-                assert error > 0.1
 
 
 @pytest.mark.ranks(4)

@@ -14,7 +14,7 @@ from shardlite.lab.train.report import Point, printable, write_curve
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.lab.train.train import learning_rate
-from tests.support.ranks.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)
 CURVE = [Point(1, 5.5, None), Point(2, 5.0, 5.1), Point(3, 4.5, 4.75)]
@@ -216,11 +216,3 @@ def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage, optimi
     assert len(validation) == 8
     assert validation[-1] < unigram_entropy(np.frombuffer(text.read_bytes(), dtype=np.uint8))
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
-
-
-@pytest.mark.slow
-def test_the_command_starts_two_ranks(tmp_path, text):
-    done = run_process("-m", "shardlite", "train", *TINY, "--steps", "3", "--data", str(text), "--out", str(tmp_path))
-    assert done.status == 0, done.out + done.err
-    assert_reported(done.out, 3)
-    assert len(validation_losses(tmp_path)) == 3
