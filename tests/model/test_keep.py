@@ -136,6 +136,7 @@ def follows(group: Any, stage: int, make: Any, loss: Any, keep: Any, casts: Any,
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.stages(0, 2, 3)
+@pytest.mark.sample(2)
 def test_kept_modules_have_the_bits_of_casts_by_hand(group: Any, stage: int, case: str) -> None:
     make, keep, casts, kept = CASES[case]
     loss = images if case == "running statistics" else rows

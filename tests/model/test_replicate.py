@@ -364,6 +364,7 @@ def test_checkpointed_blocks(group: Any, stage: int, reentrant: bool, shared: bo
 
 @pytest.mark.parametrize("precision", [Precision(), BF16, SPLIT], ids=["fp32", "bf16", "split"])
 @pytest.mark.parametrize("transport", ["auto", "p2p", "collectives"])
+@pytest.mark.sample(3)
 def test_from_the_meta_device_to_a_plain_module(group: Any, precision: Precision, transport: str) -> None:
     """Wrapping within a memory limit, training, and unwrapping."""
     with torch.device("meta"):

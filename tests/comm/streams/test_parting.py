@@ -146,6 +146,7 @@ def whole():
     ids=str,
 )
 @pytest.mark.parametrize("left_out", PARTINGS.values(), ids=PARTINGS)
+@pytest.mark.sample(3)
 def test_ranks_that_leave_out_units_do_not_hang(whole, left_out, options):
     assert not hangs(whole(options), collectives(left_out, **options))
 
