@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, Route, ShardLite
+from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite
 from shardlite.params import Flat
 from tests.support.internals import flats
 from tests.support.patience import seconds
@@ -86,18 +86,6 @@ def test_they_are_those_of_the_full_state_dict(group: Any, stage: int, precision
     for each, its_optimizer in ((model, optimizer), (other, its)):
         train(each, its_optimizer, first=2)
     same_states("after the loop", model.full_state_dict(), other.full_state_dict())
-
-
-@pytest.mark.parametrize("transport", ["p2p", "collectives"])
-@pytest.mark.parametrize("group", [2, slow(3)], indirect=True)
-def test_over_other_transports(group: Any, transport: str) -> None:
-    model, optimizer = wrapped(group, route=Route(transport=transport))
-    check_all(model)
-    for i, _ in enumerate(model.full_parameters()):
-        if i == 3:
-            break
-    train(model, optimizer)
-    check_all(model)
 
 
 @pytest.mark.ranks(4)
