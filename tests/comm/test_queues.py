@@ -128,6 +128,19 @@ def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, bloc
     assert work.done()
 
 
+def test_an_event_that_a_thread_will_record_is_not_used_before(cuda):
+    queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
+    started, gate = threading.Event(), threading.Event()
+    work = queue.submit(lambda: (started.set(), gate.wait(seconds(10))))
+    assert started.wait(seconds(10))
+    del work
+    later = queue.submit(lambda: cuda.run("reduce"))
+    gate.set()
+    later.wait()
+    recorded = [{what for where, what in cuda.log if where == by and "record" in what} for by in ("compute", "side 1")]
+    assert not set.intersection(*recorded)
+
+
 def test_only_messages_that_block_take_a_thread(cuda):
     threads = []
     for blocking in (False, True):

@@ -5,41 +5,10 @@ from itertools import chain
 
 import pytest
 
-from shardlite.comm.schedule import all_gather, broadcast, order_of_addition, reduce_scatter
-from shardlite.comm.transfers import Arrival, Departure, Program
+from shardlite.comm.schedule import broadcast, order_of_addition, reduce_scatter
 from tests.support.simulated import MAKERS, Race, WrongError, by_steps, cases, every
 
 # ---- programs ---------------------------------------------------------------------------------------------
-
-
-def test_what_one_rank_of_a_ring_does():
-    assert reduce_scatter("ring", 3).program(1) == Program(
-        (Departure(0, 0, (2,)),), (Arrival(0, 2, 0, (0,), (2,)), Arrival(1, 1, 0, (0,), ()))
-    )
-    assert all_gather("ring", 3).program(1) == Program(
-        (Departure(1, 0, (2,)),), (Arrival(0, 0, 0, (0,), (2,)), Arrival(1, 2, 0, (0,), ()))
-    )
-
-
-def test_what_one_rank_does_with_direct_links():
-    assert reduce_scatter("direct", 4).program(2) == Program(
-        tuple(Departure(k, 0, (k,)) for k in (1, 0, 3)), (Arrival(0, 2, 0, (3, 0, 1), ()),)
-    )
-    assert all_gather("direct", 4).program(2) == Program(
-        (Departure(2, 0, (3, 0, 1)),), tuple(Arrival(0, k, 0, (k,), ()) for k in (1, 0, 3))
-    )
-
-
-def test_what_one_rank_does_between_nodes():
-    """Node 0 is ranks 0 and 1: inside first, then across, and back."""
-    assert reduce_scatter("hierarchical", 4, node=2).program(0) == Program(
-        (Departure(3, 0, (1,)), Departure(1, 0, (1,))),
-        (Arrival(0, 2, 0, (1,), (2,)), Arrival(0, 0, 0, (1,), ()), Arrival(1, 0, 0, (2,), ())),
-    )
-    assert all_gather("hierarchical", 4, node=2).program(0) == Program(
-        (Departure(0, 0, (2, 1)),),
-        (Arrival(0, 2, 0, (2,), (1,)), Arrival(1, 1, 0, (1,), ()), Arrival(1, 3, 0, (1,), ())),
-    )
 
 
 @every(1, 2, 3, 4, 5, 6, 8, 12, 16)

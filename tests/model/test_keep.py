@@ -351,14 +351,6 @@ def test_checkpoints_do_not_depend_on_what_is_kept(cluster: Any, tmp_path: Any, 
     )
 
 
-def test_repr_names_what_is_kept(group: Any) -> None:
-    model = ShardLite(Net(), group=group, precision=Precision(compute=NARROW, keep=Router))
-    assert "not in torch.bfloat16: blocks.0.router.gate, blocks.1.router.gate" in model.extra_repr()
-    module = model.unwrap()
-    assert module(torch.randn(2, 7)).dtype == WIDE
-    assert not any(-2 in each._forward_pre_hooks for each in module.modules())
-
-
 @pytest.mark.parametrize("precision", [KEPT, Precision(compute=NARROW, keep=Router, master="split24")])
 def test_kept_parameters_are_budgeted(group: Any, precision: Precision) -> None:
     """In parameters, in gathered weights, and at stages 0 and 2 in the copies that they do not need."""
