@@ -565,21 +565,6 @@ def test_replicas_are_added_once(group: Any, counts: bool) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_step_in_the_backward(group: Any) -> None:
-    mesh, states = init_device_mesh("cpu", (2, 2)), []
-    for in_backward in (True, False):
-        torch.manual_seed(0)
-        model = ShardLite(net(), group=mesh)
-        optimizer = AdamW(model.parameters(), in_backward=in_backward)
-        for step in range(2):
-            run(model, ("sharded", "sharded", "step"), step=step, counts=step == 1)
-            optimizer.step()
-            optimizer.zero_grad()
-        states.append(model.full_state_dict())
-    same_states("weights", *states)
-
-
-@pytest.mark.ranks(4)
 def test_replicas_skip_a_step_after_a_nan_in_an_earlier_backward(group: Any) -> None:
     """A parameter that only one backward of one rank has used has a gradient, and zero_grad() drops what was kept."""
     mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
