@@ -352,6 +352,7 @@ def test_counts_that_differ_are_found_on_a_gpu():
 
 @pytest.mark.parametrize("parts", [WORLD_SIZE, 2 * WORLD_SIZE])
 @pytest.mark.parametrize("left_out", [None, 1, 2, 4])
+@pytest.mark.sample(2)
 def test_sums_over_parts(parts, left_out):
     gpu = Gpu(1)
     with gpu.ranks(WORLD_SIZE):

@@ -22,13 +22,11 @@ from shardlite.comm.transport.select import connect
 from shardlite.errors import CommError, LayoutError
 from tests.support.patience import seconds, until
 from tests.support.ranks.cluster import run_local
-from tests.support.ranks.local_world import local_world
 from tests.support.transports.calls import all_gather, reduce_scatter
 from tests.support.transports.delegating import Delegating
 from tests.support.transports.worlds import run
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-AMPLE = timedelta(seconds=seconds(30))  # for what ends at once
 
 DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -192,22 +190,6 @@ def send_and_change(transport):
 
 def test_a_staged_message_is_copied_when_it_is_sent_and_when_it_is_waited_for(cluster):
     assert run("staged", cluster, send_and_change, 2) == [([0.0], [2.0]), ([0.0], [1.0])]
-
-
-def test_a_local_message_is_copied_when_it_is_sent():
-    left, right = local_world(2)
-    tensor, got = torch.ones(3), torch.zeros(3)
-    left.isend(tensor, 1, tag=0).wait()
-    tensor.zero_()
-    right.irecv(got, 0, tag=0).wait()
-    assert_close(got, torch.ones(3))
-
-
-def test_a_local_message_of_another_kind_is_an_error():
-    left, right = local_world(2)
-    left.isend(torch.ones(3), 1, tag=0)
-    with pytest.raises(CommError, match=r"rank 1 receiving from rank 0.*the peer sent 3 elements of torch\.float32"):
-        right.irecv(torch.zeros(4), 0, tag=0).wait()
 
 
 def send_unexpected_messages(group):
