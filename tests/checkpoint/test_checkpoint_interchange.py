@@ -362,6 +362,28 @@ class Deep(nn.Module):
         self.heads = nn.ModuleDict({f"head_{i}": nn.Linear(8, i + 1) for i in range(20)})
 
 
+def deep_body(group: Any, path: Path) -> None:
+    model = ShardLite(Deep(), group=group)
+    groups = [{"params": [param], "lr": 0.001 * i} for i, param in enumerate(model.parameters())]
+    save(path, model, optim.SGD(groups, momentum=0.9), step=1)
+
+
+def test_a_summary_of_many_layers_fits_into_a_terminal(cluster, tmp_path, capsys):
+    cluster.run(deep_body, 2, tmp_path)
+    lines = _inspected(tmp_path, capsys)
+    assert " ".join(lines[2].split()) == "part of the model blocks tensors elements dtype weights state"
+    assert [line.split()[:3] for line in lines[3:6]] == [
+        ["body", "196", "4,269"],
+        ["heads", "40", "1,890"],
+        ["all", "236", "6,159"],
+    ]
+    assert lines[6:11] == [
+        "optimizer: no state, for 0 parameters in 236 groups",
+        *(f"  group {i}: 1 parameter, lr {0.001 * i:g}, momentum 0.9, weight_decay 0" for i in range(3)),
+        "  and 233 other groups",
+    ]
+
+
 def test_equal_blocks_share_a_line_of_a_summary(tmp_path, capsys):
     module = Deep()
     blocks = nn.ModuleList([nn.Linear(8, 4, bias=i % 3 > 0) for i in range(12)])

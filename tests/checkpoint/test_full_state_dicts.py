@@ -211,7 +211,7 @@ def into_body(group: Any, kind: str, stage: int, flatten: bool, master: Any) -> 
 @pytest.mark.parametrize("stage", [3, 1, 0])
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_whole_tensors_go_in(cluster, kind, flatten, stage):
     cluster.check(into_body, 2, kind, stage, flatten, torch.float32)
 

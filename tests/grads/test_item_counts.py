@@ -84,6 +84,7 @@ REDUCED = [("step", "step"), ("step", "local", "step"), ("step", "sharded", "ste
 
 @pytest.mark.parametrize("modes", REDUCED)
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
+@pytest.mark.sample(2)
 def test_reductions_before_a_step_are_divided_by_one_total(group: Any, modes: tuple[str, ...]) -> None:
     for stage in (0, 3):
         model = ShardLite(net(), group=group, stage=stage)
@@ -103,6 +104,7 @@ def test_reductions_before_a_step_are_divided_by_one_total(group: Any, modes: tu
 
 @pytest.mark.parametrize("way", ["step", "by hand", "to zero", "to none", "model"])
 @pytest.mark.parametrize("group", [1, 2], indirect=True)
+@pytest.mark.sample(2)
 def test_used_and_dropped_gradients_do_not_count(group: Any, way: str) -> None:
     model = ShardLite(net(), group=group)
     optimizer = SGD(model.parameters(), lr=0.0)
@@ -133,6 +135,7 @@ def test_backwards_without_a_count_do_not_join_a_total(group: Any) -> None:
 
 @pytest.mark.parametrize("modes", MODES)
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
+@pytest.mark.sample(2)
 def test_gradients_are_those_of_one_batch_with_all_items(group: Any, modes: tuple[str, ...]) -> None:
     """In fp64, on numbers of rows that differ, where means of means are far off.
 
