@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 
 from bench import step
-from bench.faults import detection
 from shardlite.lab.check import ResultError, verify
 from shardlite.lab.matrix import Setting, settings, systems_in
-from shardlite.lab.systems import SYSTEMS, Floor, Trainer, build_ddp
+from shardlite.lab.systems import SYSTEMS, Trainer, build_ddp
 from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.workloads import gpt, perceptrons
@@ -77,11 +76,6 @@ def _sum(group, bucket):
     """A reduction that forgets to divide by the number of ranks: AdamW's steps hardly differ."""
     work = group.allreduce([bucket.buffer()])
     return work.get_future().then(lambda future: future.value()[0])
-
-
-def test_only_the_first_loss_of_the_floor_is_compared(group):
-    assert verify(TINY, {"ddp": build_ddp, "floor": SYSTEMS["floor"]}, group)["floor"] <= 1
-    assert isinstance(SYSTEMS["floor"](TINY, group), Floor)
 
 
 @pytest.mark.parametrize("wrong", ["micro-batches that are not averaged", "a norm of this rank", "no clipping"])
@@ -154,11 +148,3 @@ def test_all_systems_pass_in_all_settings(group):
 )
 def test_bad_options_are_refused(options, words, refusal):
     assert words in refusal(step.main, options)
-
-
-def test_the_cost_of_detection_is_measured_on_equal_training(group):
-    row = detection.measure(TINY, 2, group)
-    assert row["model"] == TINY.name
-    assert row["talks_cpu_ms"] > 0
-    rounded = {"rel": 0.01, "abs": 1e-3 / row["cpu_ms_p50_without"]}  # a microsecond is a large part of little
-    assert row["talks_share"] == pytest.approx(row["talks_cpu_ms"] / row["cpu_ms_p50_without"], **rounded)

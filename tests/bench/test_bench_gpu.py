@@ -11,10 +11,10 @@ import pytest
 import torch
 from shardlite_kernels import ring_reduce_scatter_reference
 
-from bench.gpu import ROOT, graphs, kernels, pair, run, table, training
+from bench.gpu import ROOT, graphs, kernels, run, table
 from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS
 from bench.gpu.report import Report
-from bench.gpu.run import LIMIT, NO_GPU, Probe, be_probe, main
+from bench.gpu.run import NO_GPU, Probe, be_probe, main
 from shardlite.lab.table import read_rows
 
 EXPECTED = {
@@ -113,38 +113,7 @@ def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
     assert 0 < found["compact"]["off"] <= found["compact"]["bound"] < 0.05
 
 
-class Forgetful(training.Mastered):
-    """A system with bf16 masters, as if `split24` lost its lower bits."""
-
-    def step(self, batch):
-        loss = super().step(batch)
-        with torch.no_grad():
-            for master in self._masters:
-                master.copy_(master.bfloat16())
-        return loss
-
-
-@pytest.mark.slow
-@needs_transformers
-def test_a_format_that_loses_bits_is_not_near(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "FORMATS", {"forgetful": lambda workload, group: Forgetful(workload)})
-    assert be_probe("twin", tmp_path / "rows.jsonl", dry=True) == 1
-    errors = [row["error"] for row in read_rows([tmp_path / "rows.jsonl"]) if "error" in row]
-    assert len(errors) == 1
-    assert "% off the twin's" in errors[0]
-
-
 # ---- the run --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ranks", "limit"), [(1, LIMIT), (8, run.LIMIT_ON_SEVERAL)])
-def test_limits_add_up(ranks, limit):
-    """Include the grace periods of probes and compilation, and the table."""
-    probes = run.probes_on(ranks)
-    limits = sum(probe.seconds for probe in probes) + run.GRACE * (len(probes) + 1) + run.TABLE
-    assert limits <= limit <= 600
-    beside = [probe.seconds for probe in probes if probe.name in run.BESIDE_WARM_UP]
-    assert sum(beside) >= run.PATIENCE  # so a wait for kernels costs nothing more
 
 
 @pytest.fixture
@@ -185,17 +154,6 @@ def test_a_probe_that_hangs_or_fails_costs_no_other(tmp_path, scripts, ranks):
     assert "==== print(7)\n7\n" in log
     assert "compiling" in log
     assert all(command[-1] == "--dry" for command in scripts.launched)
-
-
-def test_no_probe_is_timed_beside_what_compiles(tmp_path, scripts, monkeypatch, capsys):
-    """Also if the first probes were not requested. A half-written row affects no other row."""
-    monkeypatch.setattr(run, "WARM_UP", "time.sleep(1000)")
-    monkeypatch.setattr(run, "PATIENCE", 0.5)
-    name = "open(sys.argv[sys.argv.index('--out') + 1], 'a').write('{half')"
-    (ended,) = run.run(scripts(name), tmp_path, dry=True)
-    assert ended["status"] == "ok"
-    assert "not all kernels were compiled in time" in capsys.readouterr().out
-    assert "status" in run.finish(tmp_path)
 
 
 def test_a_run_ends_with_a_table_and_one_archive(tmp_path, scripts, capsys):
@@ -286,15 +244,3 @@ def test_rings_of_one_process_are_not_launched_cooperatively():
     with mock.patch.object(kernels.device_ring, "_ring_reduce_scatter_kernel", kernel):
         kernels._NotCooperative()[8,](1, num_warps=8, launch_cooperative_grid=True)
     assert launched == {"num_warps": 8}
-
-
-def test_a_rank_that_fails_fails_the_pair(tmp_path, monkeypatch):
-    script = "import sys; sys.exit(int(sys.argv[1]))"
-    popen = pair.subprocess.Popen
-    monkeypatch.setattr(
-        pair.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", script, *command[3:]])
-    )
-    report = Report("pair", tmp_path / "rows.jsonl", dry=True)
-    pair.pair(report)
-    (row,) = read_rows([tmp_path / "rows.jsonl"])
-    assert "ranks ended with [0, 1]" in row["error"]

@@ -146,14 +146,4 @@ def test_a_chain_that_does_not_clip_is_not_timed(monkeypatch, work):
             verify(work, CPU)
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("wrong", [{"lr": 1.001e-3}, {"betas": (0.9, 0.9991)}, {"weight_decay": 0.101}])
-def test_a_peer_with_other_hyper_parameters_is_not_timed(monkeypatch, wrong):
-    for name, value in wrong.items():
-        monkeypatch.setitem(kernel_peers._OPTIONS, name, value)
-    for work in [*kernel_peers.peers(CPU), *(work for work in kernel_chain.chains() if work.system == "torch")]:
-        with pytest.raises(ResultError):
-            verify(work, CPU)
-
-
 # ---- rounds ---------------------------------------------------------------------------------------------------------

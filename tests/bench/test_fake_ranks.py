@@ -2,32 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.gpu import fake_ranks, link
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import Report, Times, in_turns
-from bench.gpu_path import Counts, _on_a_gpu
 from bench.support.fake_group import fake_group, operators
-from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.lab.systems import build_fsdp2
 from shardlite.lab.table import read_rows
-from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2
+from shardlite.lab.workloads import perceptrons
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-
-needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed: make test-all installs it"
-)
 
 
 def blocks_in_bf16(count):
@@ -149,46 +139,3 @@ def test_a_tuned_fsdp2_gathers_its_last_block_once(tuned):
         gathers.clear()
         trainer.step(blocks_in_bf16(3).batch(0, 0))
     assert len(gathers) == (5 if tuned else 6)
-
-
-def test_a_tuned_fsdp2_can_be_captured():
-    counts, workload = Counts(), blocks_in_bf16(3)
-    with _on_a_gpu(counts, SLICE_NBYTES) as group:
-        trainer = replace(SYSTEMS["fsdp2"](workload, group), max_norm=1.0)
-        for _ in range(3):
-            trainer.step(workload.batch(0, 0))
-        with counts.cuda.capturing():
-            trainer.step(workload.batch(0, 0))
-        assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0}
-        del trainer
-
-
-class _NothingIsRead(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func), "the host reads a number"
-        return func(*args, **(kwargs or {}))
-
-
-@needs_transformers
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_models_read_no_number_and_have_no_mask(model, captured):
-    if model == "gpt2":
-        workload = transformers_gpt2("gpt2", layers=2, width=64, vocabulary=64, context=8, batch=1)
-    else:
-        workload = llama_blocks("llama", layers=2, context=8, width=128)
-    masks, attention = [], functional.scaled_dot_product_attention
-
-    def note(*arguments, attn_mask=None, is_causal=False, **options):
-        masks.append((attn_mask, is_causal))
-        return attention(*arguments, attn_mask=attn_mask, is_causal=is_causal, **options)
-
-    trained = workload.make().bfloat16()
-    with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
-        mock.patch.object(functional, "scaled_dot_product_attention", note),
-        _NothingIsRead(),
-    ):
-        trained(*workload.batch(0, 0)).backward()
-    assert len(masks) >= 2
-    assert set(masks) == {(None, True)}

@@ -7,11 +7,9 @@ from unittest import mock
 
 import pytest
 
-from bench.strategies import batch_size, problem, rings, run
-from bench.strategies.batch_size import accumulation
-from bench.strategies.paint import paint
+from bench.strategies import problem, rings, run
 from bench.strategies.replicas import AVERAGED_EVERY
-from bench.strategies.run import STRATEGIES, complaints, main, render
+from bench.strategies.run import STRATEGIES, main
 from shardlite.cli import main as shardlite
 from shardlite.lab.table import read_rows
 from shardlite.lab.train.settings import GPTConfig
@@ -70,32 +68,6 @@ def test_a_wrong_strategy_fails_the_bench(cluster, tmp_path):
     assert [each.status for each in done] == [1, 1]
     assert "ring all-reduce: a loss differs by" in done[0].err
     assert "CPU master" not in done[0].err.split("step 10 of 20")[1]
-
-
-def test_accumulated_gradients_are_those_of_the_large_batch():
-    with mock.patch.object(problem, "CONFIG", SMALL):
-        row = accumulation(4)
-        with mock.patch.object(batch_size, "accumulated", _without_division):
-            wrong = accumulation(4)
-    assert complaints([row]) == []
-    assert "accumulation" in complaints([wrong])[0]
-
-
-def _without_division(model, x, y, *, k):
-    for micro_x, micro_y in zip(x.chunk(k), y.chunk(k), strict=True):
-        model(micro_x, micro_y).backward()
-
-
-def test_larger_batches_train_on_the_same_number_of_sequences(tmp_path):
-    with mock.patch.object(problem, "CONFIG", SMALL), mock.patch.object(batch_size, "CONFIG", SMALL):
-        rows = [batch_size.train(k, rule, 128) for k, rule in ((1, "linear"), (2, "linear"), (2, "linear, warm-up"))]
-    for row in rows:
-        assert row["samples"][-1] == row["batch"] * row["steps"] == 128
-    common = {"bench": "strategies-batch", "machine": "a", "torch": "b", "date": "c"}
-    rows = [row | common for row in rows]
-    _, linear, warm = (f"{row['losses'][-1]:.3f}" for row in rows)
-    assert f"| {2 * batch_size.SMALLEST} | {rows[1]['steps']} | {linear} | {warm} |" in render(rows)
-    assert paint(rows, tmp_path) == [tmp_path / "strategies-batch.png"]
 
 
 # ---- the page -------------------------------------------------------------------------------------------------------
