@@ -14,6 +14,7 @@ from shardlite import AdamW, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
 from shardlite.lab.memory import table
+from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
 from shardlite.lab.memory.systems import SYSTEMS, System, fsdp2_system, shardlite_system
@@ -153,6 +154,18 @@ def test_processes_are_started_and_what_ends_them_is_reported():
     assert "has no attribute 'NoSuchModel'" in program.measure("ddp", 1)["error"]
 
 
+@pytest.mark.parametrize(("nbytes", "cell"), [(3 << 10, "tensors, KiB\n3"), (20 << 20, "tensors, MiB\n20")])
+def test_small_models_are_printed_in_kib(nbytes, cell):
+    row = json.loads((RESULTS / "footprint-mlp-2ranks.jsonl").read_text().splitlines()[0])
+    for name in {"pss_bytes", "predicted_bytes", "between_bytes", "made_bytes", "wrap_peak_bytes"} & row.keys():
+        del row[name]
+    columns = table.render(
+        [row | {"tensor_bytes": nbytes}], lambda cells: "\n".join(map(str, zip(*cells, strict=True)))
+    )
+    title, number = cell.split("\n")
+    assert f"('{title}', '{number}')" in columns
+
+
 def test_ranks_that_end_without_a_row_are_reported():
     assert "the ranks ended with status 1" in Program(module="no_such_module", arguments=[]).measure("ddp", 1)["error"]
 
@@ -178,6 +191,12 @@ def test_options_of_shardlite_add_it_to_the_systems(on_cluster, capsys):
     assert main([*options("Own", "ddp"), "--stage", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line.startswith(("ddp", "shardlite"))] == ["ddp", "shardlite"]
+
+
+def test_plots_of_activations_alone_and_of_a_busy_machine(tmp_path):
+    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt2-2ranks-busy.jsonl").read_text().splitlines()]
+    alone = [{**row, "predicted_bytes": 1} for row in rows if row["system"] == "activations"]
+    assert [path.name for path in paint(alone, tmp_path)] == ["footprint-gpt2-2ranks-busy.png"]
 
 
 # ---- one step by purpose ---------------------------------------------------------------------------------------------
