@@ -33,15 +33,6 @@ def test_what_is_not_loaded_as_it_was_saved_is_not_timed(group, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_rows(tmp_path):
-    options = ["--model", "tiny", "--rounds", "1", "--out", str(tmp_path), "--folder", str(tmp_path)]
-    done = run_process("-m", "bench.faults.checkpoint", *options)
-    assert done.status == 0, done.err
-    assert render(read_rows([tmp_path / "checkpoint-tiny-2ranks.jsonl"])) in done.out
-    assert [each.name for each in tmp_path.iterdir()] == ["checkpoint-tiny-2ranks.jsonl"]
-
-
-@pytest.mark.slow
 def test_a_restart_from_memory_loses_no_step(tmp_path):
     options = ["--model", "tiny", "--fatal", "3", "--save-every", "2", "--folder", str(tmp_path)]
     done = run_process("-m", "bench.faults.restart", *options, "--out", str(tmp_path))

@@ -1,8 +1,6 @@
 """Test `bench.gpu` without a GPU: every probe runs at one layer, a failing probe ends no other, and limits add up."""
 
-import json
 import os
-import re
 import sys
 import tarfile
 from contextlib import nullcontext
@@ -13,15 +11,12 @@ import pytest
 import torch
 from shardlite_kernels.device_ring import ring_reduce_scatter_reference
 
-from bench.gpu import ROOT, calls, graphs, kernels, pair, results, run, training
-from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS, idle
+from bench.gpu import ROOT, graphs, kernels, results, run
+from bench.gpu.fake_ranks import HOST_SYSTEMS, RANKS, SYSTEMS
 from bench.gpu.report import Report
-from bench.gpu.run import LIMIT, NO_GPU, Probe, be_probe, main
-from bench.gpu_path import BLOCKS, counts_of
-from shardlite.lab.table import RESULTS, read_rows
-from shardlite.lab.workloads import WORKLOADS
+from bench.gpu.run import NO_GPU, Probe, be_probe, main
+from shardlite.lab.table import read_rows
 
-NEEDS_TRANSFORMERS = {"calls", "fake8", "host", "twin"}
 EXPECTED = {
     "environment": {"triton", "kernel", "numpy", "transformers"},
     "calls": {"call", "us"},
@@ -99,12 +94,6 @@ def test_the_host_of_eight_ranks_is_counted(tmp_path):
         assert row.keys() >= {"blocking_calls", "idle_ms"}
 
 
-def test_a_prediction_is_what_a_system_adds_to_the_plain_model():
-    prices = {"views": 2.0, "packed": 0.5}
-    assert calls.added({"views": 7, "packed": 4, "own calls": 9}, {"views": 3}, prices) == 10.0
-    assert [calls.beside(us, 100.0)["agree"] for us in (84.0, 86.0, 114.0, 116.0)] == [False, True, True, False]
-
-
 def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     found = found_by("graphs", tmp_path)
@@ -113,37 +102,6 @@ def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
         *((8, way) for way in graphs.WAYS[:2]),
     ]
     assert all(row["launched_ms_p50"] > 0 for row in found)
-
-
-def test_edges_are_counted_in_the_dump_of_a_graph():
-    dump = """digraph dot {
-subgraph cluster_1 {
-label="graph_1" graph[style="dashed"];
-"graph_1_node_0"[style="solid" shape="record" label="{KERNEL
-| {ID | 0 (topoId: 3) | vectorized_elementwise_kernel}
-}"];
-"graph_1_node_1"[style="solid" shape="record" label="{KERNEL
-| {ID | 1 (topoId: 2) | _collective_kernel}
-}"];
-"graph_1_node_2"[label="{MEMCPY}"];
-"graph_1_node_3"[label="{KERNEL | _collective_kernel}"];
-"graph_1_node_0" -> "graph_1_node_1";
-"graph_1_node_1" -> "graph_1_node_3";
-"graph_1_node_2" -> "graph_1_node_3"[headlabel=0];
-}
-}
-"""
-    assert graphs.counted(dump) == {"nodes": 4, "edges": 3, "fakes_by_edges": {1: 1, 2: 1}}
-
-
-@pytest.mark.slow
-@needs_transformers
-def test_each_count_has_a_price(tmp_path):
-    found = {row["call"]: row for row in found_by("calls", tmp_path)}
-    counted = {key for row in read_rows([RESULTS / "host-gpu-path.jsonl"]) for key in counts_of(row)}
-    assert {key for key in counted - found.keys() if not key.startswith("triton ")} == {"own calls"}
-    beside = {name: row for name, row in found.items() if "measured_us" in row}
-    assert len(beside) == len(BLOCKS) * (len(calls._SYSTEMS) - 1)
 
 
 @pytest.mark.slow
@@ -155,47 +113,7 @@ def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
     assert 0 < found["compact"]["off"] <= found["compact"]["bound"] < 0.05
 
 
-class Forgetful(training.Mastered):
-    """A system with bf16 masters, as if `split24` lost its lower bits."""
-
-    def step(self, batch):
-        loss = super().step(batch)
-        with torch.no_grad():
-            for master in self._masters:
-                master.copy_(master.bfloat16())
-        return loss
-
-
-@pytest.mark.slow
-@needs_transformers
-def test_a_format_that_loses_bits_is_not_near(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "FORMATS", {"forgetful": lambda workload, group: Forgetful(workload)})
-    assert be_probe("twin", tmp_path / "rows.jsonl", dry=True) == 1
-    errors = [row["error"] for row in read_rows([tmp_path / "rows.jsonl"]) if "error" in row]
-    assert len(errors) == 1
-    assert "% off the twin's" in errors[0]
-
-
-@needs_transformers
-def test_models_of_a_run_have_their_published_sizes():
-    assert WORKLOADS["gpt2-xl"].parameters() == 1_557_611_200  # Radford et al. 2019: 1.5 billion
-    assert WORKLOADS["llama-1k"].parameters() == 8 * 218_112_000 + 4096
-    with torch.device("meta"):
-        assert len(WORKLOADS["llama-4k"].units(WORKLOADS["llama-4k"].make())) == 8
-        assert len(WORKLOADS["gpt2-xl"].units(WORKLOADS["gpt2-xl"].make())) == 48
-
-
 # ---- the run --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("ranks", "limit"), [(1, LIMIT), (8, run.LIMIT_ON_SEVERAL)])
-def test_limits_add_up(ranks, limit):
-    """Include the grace periods of probes and compilation, and the table."""
-    probes = run.probes_on(ranks)
-    limits = sum(probe.seconds for probe in probes) + run.GRACE * (len(probes) + 1) + run.TABLE
-    assert limits <= limit <= 600
-    beside = [probe.seconds for probe in probes if probe.name in run.BESIDE_WARM_UP]
-    assert sum(beside) >= run.PATIENCE  # so a wait for kernels costs nothing more
 
 
 @pytest.fixture
@@ -238,17 +156,6 @@ def test_a_probe_that_hangs_or_fails_costs_no_other(tmp_path, scripts, ranks):
     assert all(command[-1] == "--dry" for command in scripts.launched)
 
 
-def test_no_probe_is_timed_beside_what_compiles(tmp_path, scripts, monkeypatch, capsys):
-    """Also if the first probes were not requested. A half-written row affects no other row."""
-    monkeypatch.setattr(run, "WARM_UP", "time.sleep(1000)")
-    monkeypatch.setattr(run, "PATIENCE", 0.5)
-    name = "open(sys.argv[sys.argv.index('--out') + 1], 'a').write('{half')"
-    (ended,) = run.run(scripts(name), tmp_path, dry=True)
-    assert ended["status"] == "ok"
-    assert "not all kernels were compiled in time" in capsys.readouterr().out
-    assert "status" in run.finish(tmp_path)
-
-
 def test_a_run_ends_with_a_table_and_one_archive(tmp_path, scripts, capsys):
     scripts("sys.exit(1)", "print(7)")
     assert main(["--dry", "--only", "print(7)", "--out", str(tmp_path)]) == 0
@@ -266,11 +173,6 @@ def test_without_a_gpu_it_ends_at_the_first_probe(tmp_path, scripts, capsys):
     names = scripts(f"sys.exit({NO_GPU})", "print(7)")
     assert len(run.run(names, tmp_path, dry=False)) == 1
     assert "no GPU that PyTorch can use; --dry" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_a_probe_without_a_gpu_says_so(tmp_path):
-    assert be_probe("bits", tmp_path / "rows.jsonl", dry=False) == NO_GPU
 
 
 def test_a_failed_part_is_a_row_and_the_next_one_runs(tmp_path, capsys):
@@ -311,13 +213,6 @@ print(shardlite_kernels.__file__, sys.path[-1])
 # ---- what only a GPU runs -------------------------------------------------------------------------------------------
 
 
-def test_idle_is_what_no_kernel_covers():
-    busy = [(0, 4), (1, 3), (6, 8), (8, 9), (13, 15)]
-    assert idle(busy, 4, 12) == 2 + 4  # 4 to 6, and 9 to 13: the first kernel after the window is awaited
-    assert idle([(0, 20)], 4, 12) == 0
-    assert idle([], 4, 12) == 8
-
-
 def test_a_wrong_sum_of_virtual_ranks_is_told(monkeypatch):
     def by_reference(wrong):
         def reduce(out, full, peers, *, epoch, divisor):
@@ -349,31 +244,3 @@ def test_rings_of_one_process_are_not_launched_cooperatively():
     with mock.patch.object(kernels.device_ring, "_ring_reduce_scatter_kernel", kernel):
         kernels._NotCooperative()[8,](1, num_warps=8, launch_cooperative_grid=True)
     assert launched == {"num_warps": 8}
-
-
-def test_a_rank_that_fails_fails_the_pair(tmp_path, monkeypatch):
-    script = "import sys; sys.exit(int(sys.argv[1]))"
-    popen = pair.subprocess.Popen
-    monkeypatch.setattr(
-        pair.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", script, *command[3:]])
-    )
-    report = Report("pair", tmp_path / "rows.jsonl", dry=True)
-    pair.pair(report)
-    (row,) = read_rows([tmp_path / "rows.jsonl"])
-    assert "ranks ended with [0, 1]" in row["error"]
-
-
-def test_rows_of_all_probes_have_a_table():
-    rows = [
-        {"probe": probe.name, "card": "Made-up 9000", "torch": "2.11.0", "date": "2026-01-02", "dry": False}
-        | {"kernel": "adamw", "model": "gpt2-xl", "system": "exact", "collective": "all-gather", "ranks": 2}
-        for probe in run.probes_on(1)
-    ]
-    for row in rows:
-        row |= {"ms_p50": 12.5, "compiled": "no"}
-    text = results.render(json.loads(json.dumps(rows)))
-    assert len(re.findall(r"^\*\*", text, re.MULTILINE)) == len(rows)
-    assert text.count("Made-up 9000") == len(rows) + 1  # that of the machine has it in a cell, too
-    assert "| gpt2-xl | exact | 12.50 |" in text
-    assert "each collective is a kernel that waits" in text
-    assert "one rank" in text.lower()

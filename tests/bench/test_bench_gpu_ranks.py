@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import tarfile
 import warnings
 from contextlib import nullcontext
 from importlib.util import find_spec
@@ -11,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symmetric
 
 from bench.gpu import run
 from bench.gpu.land import landed
@@ -19,10 +17,7 @@ from bench.gpu.report import Report
 from bench.gpu.results import render_ranks
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
 from bench.gpu.several import launch, links, pause, steps
-from bench.gpu.several.links import busbw
-from shardlite import Route
 from shardlite.comm.transport.group_collectives import GroupCollectives
-from shardlite.lab.simulated_cuda import Cuda, Event
 from shardlite.lab.table import read_rows
 from shardlite.lab.workloads import perceptrons
 
@@ -70,46 +65,6 @@ def test_a_collective_with_wrong_values_is_told(group, tmp_path):
     exchange = mock.patch.object(GroupCollectives, "_exchange_in_bucket")
     with exchange, pytest.raises(AssertionError, match=r"one peer at a time: rank . has wrong values"):
         rows_of("links", links, group, tmp_path)
-
-
-def test_bandwidths_are_those_of_nccl_tests():
-    """`busbw = algbw * (n - 1) / n`, and `algbw = S / t`: doc/PERFORMANCE.md of NVIDIA/nccl-tests."""
-    assert busbw(8 * 10**9, 1000, 8) == pytest.approx(7.0)
-    assert busbw(8 * 10**9, 20, 2) == pytest.approx(200.0)
-
-
-def test_products_run_beside_equally_many_collectives_on_each_rank(group):
-    """Otherwise the ranks would wait for each other. The slowest rank's time alone decides."""
-    gpu, streams = Cuda(), []
-    alone = mock.patch.object(links, "milliseconds", return_value={"ms_p50": 1.0 + group.rank()})
-    together = mock.patch.object(Event, "elapsed_time", return_value=3.0, create=True)
-    with gpu.in_place(), alone, together, mock.patch.object(links, "_WIDTH", 8):
-        assert links._slowed(lambda: streams.append(gpu.current()), 0.5, torch.device("cpu"), group) == 1.5
-    assert len(streams) == 9
-    assert gpu.compute not in streams
-
-
-def test_a_gather_by_copy_engines_is_set_up_as_pytorch_says(group):
-    """With gloo in place of NCCL, which is not in PyTorch for CPUs."""
-    nccl, options = mock.Mock(), mock.Mock()
-    nccl.Options.return_value = options
-    with (
-        mock.patch.object(torch.distributed, "ProcessGroupNCCL", nccl, create=True),
-        mock.patch.object(torch.distributed, "new_group", return_value=group) as new_group,
-        mock.patch.multiple(symmetric, empty=torch.empty, set_backend=mock.DEFAULT, rendezvous=mock.DEFAULT) as made,
-    ):
-        (gather,) = links._by_copy_engines(64 * group.size(), torch.device("cpu"), group)
-    gather.call()
-    assert gather.result()[:, 0].tolist() == gather.expected == list(range(group.size()))
-    assert options.config.cta_policy is nccl.NCCL_CTA_POLICY_ZERO
-    assert new_group.call_args.kwargs["pg_options"] is options
-    made["set_backend"].assert_called_once_with("NCCL")
-    assert made["rendezvous"].call_args.args[1] == group.group_name
-
-
-@pytest.mark.parametrize("system", steps._ONLY_ON_GPUS)
-def test_systems_that_need_gpus_have_a_valid_route(system):
-    assert Route(**steps.SYSTEMS[system].keywords)
 
 
 def test_only_the_last_rank_pauses(group, tmp_path):
@@ -270,25 +225,3 @@ def test_an_archive_that_proves_nothing_is_refused(tmp_path, rows, said):
     with pytest.raises(ValueError, match=said):
         landed(archive_of(tmp_path / "gpu", rows), tmp_path)
     assert not list(tmp_path.glob("*.jsonl"))
-
-
-def test_a_file_of_another_machine_is_not_overwritten(tmp_path):
-    landed(archive_of(tmp_path / "gpu", RUN), tmp_path)
-    other = [row | {"machine": "NVIDIA Made-up 9000; another processor"} if "machine" in row else row for row in RUN]
-    with pytest.raises(ValueError, match="has rows of another machine"):
-        landed(archive_of(tmp_path / "gpu", other), tmp_path)
-
-
-@pytest.mark.parametrize("content", ["text", "no rows", "half a row", "numbers", "no words", "a cut", "a loop"])
-def test_what_is_no_archive_of_the_bench_is_refused(tmp_path, refusal, content):
-    file, inside = tmp_path / "gpu.tar.gz", tmp_path / ROWS
-    file.write_text("not an archive")
-    if content != "text":
-        texts = {"half a row": '{"probe": ', "numbers": "7\n", "no words": '{"bench": "gpu", "probe": []}'}
-        inside.unlink(missing_ok=True)
-        inside.symlink_to(ROWS) if content == "a loop" else inside.write_text(texts.get(content, ""))
-        with tarfile.open(file, "w:gz") as archive:
-            archive.add(inside, "other.jsonl" if content == "no rows" else ROWS)
-        if content == "a cut":
-            file.write_bytes(file.read_bytes()[:40])
-    assert "is not an archive of `python -m bench.gpu`" in refusal(main, ["--land", str(file)])

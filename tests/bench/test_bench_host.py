@@ -7,7 +7,7 @@ import torch
 
 from bench import host
 from shardlite.lab.fake_group import launches
-from shardlite.lab.table import RESULTS, read_rows, render
+from shardlite.lab.table import render
 from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
@@ -38,11 +38,6 @@ def test_real_ranks_are_timed_and_their_calls_counted(cluster):
     calls = {row["system"]: row["calls_per_step"] for row in rows}
     assert 0 < calls["floor"] < calls["stage0"] < calls["stage3"]
     assert render(rows).count("few") == len(rows)
-
-
-def test_rows_of_both_kinds_have_a_table_each():
-    real, fake = (read_rows([RESULTS / name]) for name in ("host-2ranks.jsonl", "host-fake.jsonl"))
-    assert render([*fake, *real]) == f"{render(real)}\n\n{render(fake)}"
 
 
 ON_FAKE = """
@@ -97,15 +92,6 @@ def test_a_long_reduction_is_at_most_eight_exchanges_and_a_kernel_on_any_number_
         assert row["launches"] == row["collectives"] + 1
         assert row["collectives"] == ({8: 7, 64: 8}[row["ranks"]] if row["reduce"] == "exact" else 1)
         assert row["staging_bytes"] <= 110e6
-
-
-@pytest.mark.slow
-def test_the_command_writes_rows_of_a_fake_group(tmp_path):
-    done = run_process("-m", "bench.host", "--fake", "4", "--steps", "1", "--out", str(tmp_path))
-    assert done.status == 0, done.err
-    rows = read_rows([tmp_path / "host-fake.jsonl"])
-    assert rows
-    assert render(rows) in done.out
 
 
 def test_views_and_empty_tensors_are_no_launches():

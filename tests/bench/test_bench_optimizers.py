@@ -6,11 +6,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Muon, _muon
 
 from bench.optimizers import run
-from bench.optimizers.builds import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite, shares, work
+from bench.optimizers.builds import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, build_shardlite
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
 from bench.optimizers.wire import Sent, sent_in_update
@@ -49,13 +48,6 @@ def test_the_command_has_a_row_for_each_system(cluster, tmp_path):
     assert rows["floor"]["optimizer_bytes"] == rows["ddp"]["optimizer_bytes"] == 0
     for name in OURS:  # the cut between two ranks is between the matrices of a block
         assert rows[name]["optimizer_bytes"] == 0
-
-
-def test_a_missing_package_is_named_with_the_command_that_installs_it(capsys):
-    with mock.patch("bench.optimizers.peers.find_spec", return_value=None):
-        with pytest.raises(SystemExit):
-            run.main(["--systems", "ddp", "muon_fsdp2"])
-        assert "run pip install --no-deps muon-fsdp2" in capsys.readouterr().err
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -121,14 +113,6 @@ def test_a_package_has_the_result_of_pytorch(group, package):
 
 
 # ---- floor and bytes ------------------------------------------------------------------------------------------------
-
-
-def test_the_floor_has_equal_shares_of_the_work():
-    matrices = [nn.Parameter(torch.empty(rows, columns)) for rows, columns in [(8, 8), (8, 32), (32, 8), (8, 8)]]
-    parts = shares(matrices, 2)
-    assert sorted(len(part) for part in parts) == [2, 2]
-    assert len({sum(map(work, part)) for part in parts}) == 1
-    assert work(matrices[1]) == work(matrices[2]) == 8 * 8 * 32 + 8 * 8 * 8 + 8 * 8 * 32
 
 
 def test_bytes_of_whole_parameters_are_counted(group):

@@ -1,22 +1,18 @@
 """The bench of collectives runs, its rows are complete, and a wrong result is not timed."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-import shardlite.lab.ranks
 from bench.ring import cases as ring_systems
-from bench.ring.cases import GLOO, OPERATIONS, System, cases
+from bench.ring.cases import GLOO, OPERATIONS, System
 from bench.ring.fit import fit, predicted
-from bench.ring.run import goal_of, main, measure, render_speedups, size_words, systems_on
+from bench.ring.run import main, measure, size_words, systems_on
 from shardlite.comm import collectives
 from shardlite.comm.transport.loans import SHORT
 from shardlite.lab.table import differences, read_rows
 from shardlite.plan import LINKS, LinkCost
 from tests.support.ranks.scripts import run_command
 
-ROOT = Path(__file__).parents[2]
 SYSTEMS = systems_on(torch.device("cpu"), ["ring", "direct", "bidirectional"])
 KEYS = set(
     """
@@ -118,13 +114,6 @@ def _twice(call, shard):
     return spoiled
 
 
-def test_buffers_are_made_by_the_transport(group):
-    made = cases([System("shared_memory", "ring")], 1024, group)
-    transport = ring_systems.connect(group, torch.device("cpu"), ring_systems._TIMEOUT, route=made[0].system.route)
-    neighbours = transport._neighbours
-    assert all(neighbours.heap.offset_of(case.full) is not None for case in made)
-
-
 def assert_prints_what_it_writes(out, folder, ranks):
     rows = read_rows(folder.glob("ring-cpu.jsonl"))
     assert {row["ranks"] for row in rows} == ranks
@@ -142,40 +131,8 @@ def test_the_command_writes_rows(cluster, tmp_path):
     assert_prints_what_it_writes(first.out, tmp_path, {2})
 
 
-def test_the_command_starts_itself_for_each_number_of_ranks(monkeypatch):
-    started = []
-    monkeypatch.setattr(shardlite.lab.ranks, "start_ranks", lambda *start: started.append(start))
-    arguments = ["--ranks", "2", "3"]
-    assert main(arguments) == 0
-    assert started == [("bench.ring", 2, arguments), ("bench.ring", 3, arguments)]
-
-
 def test_a_world_of_one_is_refused(refusal):
     assert "one rank sends nothing" in refusal(main, ["--ranks", "2", "1"])
-
-
-def test_what_is_compared_on_which_device():
-    on_cpu, on_gpu = (systems_on(torch.device(kind), ["ring"]) for kind in ("cpu", "cuda"))
-    assert [str(system) for system in on_cpu] == ["gloo", "shared_memory ring", "p2p ring", "collectives ring"]
-    assert [str(system) for system in on_gpu] == ["nccl", "p2p ring", "collectives ring"]
-    assert [system.is_ours for system in on_gpu] == [False, True, True]
-
-
-def test_goals_are_for_the_default_of_each_transport():
-    shared, ours = System("shared_memory", "direct"), System("p2p", "ring")
-    assert goal_of("reduce-scatter", shared, 16 << 20) == 8
-    assert goal_of("all-gather", shared, 16 << 20) == 3
-    assert goal_of("all-gather", shared, 4096) == 2
-    assert goal_of("reduce-scatter", ours, 123) == 1
-    assert goal_of("reduce-scatter", System("p2p", "direct"), 123) is None
-
-
-def test_tables_of_the_rows_that_are_kept():
-    results = sorted((ROOT / "bench" / "results").glob("ring-*.jsonl"))
-    rows = read_rows(results)
-    assert rows, "the bench has been run"
-    assert render_speedups(rows).count("| `p2p` |") == len(OPERATIONS)
-    assert all(set(row) == (KEYS if row["bench"] == "ring" else FIT_KEYS) for row in rows)
 
 
 def test_sizes_in_words():

@@ -2,36 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
-from unittest import mock
 
 import pytest
 import torch
-import triton
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from bench.gpu import fake_ranks, link
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import Report, Times, in_turns
-from bench.gpu_path import Counts, _on_a_gpu
-from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.lab.fake_group import fake_group, operators
 from shardlite.lab.systems import build_fsdp2
 from shardlite.lab.table import read_rows
-from shardlite.lab.workloads import llama_blocks, perceptrons, transformers_gpt2
-from tests.kernels.stub_driver import Pointer, StubDriver
+from shardlite.lab.workloads import perceptrons
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-
-needs_transformers = pytest.mark.skipif(
-    find_spec("transformers") is None, reason="transformers is not installed: make test-all installs it"
-)
 
 
 def blocks_in_bf16(count):
@@ -76,28 +62,6 @@ def test_a_fake_collective_is_one_launch(monkeypatch, offset, width):
     assert arguments[2:5] == (target.data_ptr(), source.data_ptr(), 64 // width)
     assert (options["ROWS"], options["ELEMENT"].primitive_bitwidth) == (4, 8 * width)
     assert fake.host_seconds > 0
-
-
-def test_a_launch_skips_what_triton_does_before_one(monkeypatch):
-    gpus = StubDriver(monkeypatch, [link._collective_kernel])
-    fake, target, source = FakeLink(4, CPU), torch.zeros(64), torch.zeros(16)
-    fake._link = Pointer(torch.int64, 1 << 30)
-    for _ in range(3):
-        fake("_allgather_base", target, source)
-    assert (gpus.by_triton, len(gpus.launched)) == (1, 3)
-    assert gpus.launched[2] == gpus.launched[0]
-    assert gpus.launched[0].grid == (32, 1, 1)
-
-
-def test_the_kernel_compiles_and_reads_the_clock_until_it_is_time():
-    types = {"link": "*i64", "out": "i64", "own": "i64", "numel": "i32", "ns": "i32", "n": "i32"}
-    constants = {"ROWS": 8, "ELEMENT": triton.language.int64, "BLOCK": 1}
-    source = ASTSource(link._collective_kernel, types | dict.fromkeys(constants, "constexpr"), constexprs=constants)
-    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False}).asm["ptx"]
-    assert code.count("%globaltimer") == 2
-    *_, waiting = code.split("%globaltimer")
-    assert "bra" in waiting.split("ret;")[0]  # the second one is in a loop
-    assert code.count("atom.global") == 2
 
 
 # ---- turns ----------------------------------------------------------------------------------------------------------
@@ -175,46 +139,3 @@ def test_a_tuned_fsdp2_gathers_its_last_block_once(tuned):
         gathers.clear()
         trainer.step(blocks_in_bf16(3).batch(0, 0))
     assert len(gathers) == (5 if tuned else 6)
-
-
-def test_a_tuned_fsdp2_can_be_captured():
-    counts, workload = Counts(), blocks_in_bf16(3)
-    with _on_a_gpu(counts, SLICE_NBYTES) as group:
-        trainer = replace(SYSTEMS["fsdp2"](workload, group), max_norm=1.0)
-        for _ in range(3):
-            trainer.step(workload.batch(0, 0))
-        with counts.cuda.capturing():
-            trainer.step(workload.batch(0, 0))
-        assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {4.0}
-        del trainer
-
-
-class _NothingIsRead(TorchDispatchMode):
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func), "the host reads a number"
-        return func(*args, **(kwargs or {}))
-
-
-@needs_transformers
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_models_read_no_number_and_have_no_mask(model, captured):
-    if model == "gpt2":
-        workload = transformers_gpt2("gpt2", layers=2, width=64, vocabulary=64, context=8, batch=1)
-    else:
-        workload = llama_blocks("llama", layers=2, context=8, width=128)
-    masks, attention = [], functional.scaled_dot_product_attention
-
-    def note(*arguments, attn_mask=None, is_causal=False, **options):
-        masks.append((attn_mask, is_causal))
-        return attention(*arguments, attn_mask=attn_mask, is_causal=is_causal, **options)
-
-    trained = workload.make().bfloat16()
-    with (
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
-        mock.patch.object(functional, "scaled_dot_product_attention", note),
-        _NothingIsRead(),
-    ):
-        trained(*workload.batch(0, 0)).backward()
-    assert len(masks) >= 2
-    assert set(masks) == {(None, True)}

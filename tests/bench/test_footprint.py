@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from bench.footprint import source_of
 from shardlite import AdamW, ShardLite
 from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
-from shardlite.lab.memory.recorder import compared, measure
+from shardlite.lab.memory.recorder import measure
 from shardlite.lab.memory.text import as_markdown as render
 from shardlite.lab.systems import MEASURED as SYSTEMS
 from shardlite.lab.workloads import perceptrons
@@ -21,7 +20,6 @@ from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import slow, take_step
 
-ROOT = Path(__file__).parents[2]
 WIDTH = 128
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)
 
@@ -130,17 +128,6 @@ def test_a_row_has_what_its_table_shows(cluster, system):
     assert table.count(f"| {system} |") == 2
     assert "| 0.50 |" in table
     assert "| +25.0 % |" in table
-
-
-def test_what_nothing_explains_is_beside_purposes_and_activations():
-    row = {"system": "stage3", "compute": "float32", "pss_bytes": 1000, "weight_bytes": 300, "pss_purposes": {"a": 600}}
-    alone = {**row, "system": "activations", "pss_bytes": 500, "pss_purposes": {}}
-    narrow = {**row, "system": "compact", "compute": "bfloat16"}
-    fsdp2 = {**row, "system": "fsdp2", "pss_bytes": 2000, "pss_purposes": {}}
-    rows = compared([alone, fsdp2, row, narrow])
-    assert [each["pss_vs_fsdp2"] for each in rows] == [0.25, 1.0, 0.5, 0.5]
-    assert ["unexplained" in each for each in rows] == [False, False, True, False]
-    assert row["unexplained"] == 0.2  # 1000 - 600 - (500 - 300)
 
 
 @pytest.mark.slow

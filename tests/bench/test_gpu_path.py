@@ -7,11 +7,9 @@ import re
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from bench import gpu_path
 from bench.gpu_path import counts_of
-from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.table import RESULTS, read_rows
 from tests.support.ranks.scripts import run_process
 
@@ -58,16 +56,6 @@ def test_the_host_does_no_more_per_block_than_before(tmp_path, monkeypatch):
     assert not fallen, f"the host does less per block: record it with `{COMMAND}`\n" + "\n".join(fallen)
 
 
-def test_a_count_that_rises_is_told_from_one_that_falls():
-    pinned = read_rows([PINNED])
-    assert changes(pinned, pinned) == ([], [])
-    row = {**pinned[-1], "views": pinned[-1]["views"] - 1, "triton extra": 1}
-    names = f"{row['block']}, {row['system']}"
-    risen, fallen = changes([*pinned[:-1], row], pinned)
-    assert risen == [f"{names}, triton extra: 0 before, now 1"]
-    assert fallen == [f"{names}, views: {row['views'] + 1} before, now {row['views']}"]
-
-
 def test_each_count_is_described_and_in_the_table():
     pinned = read_rows([PINNED])
     assert {(row["block"], row["system"]) for row in pinned} == {
@@ -78,19 +66,6 @@ def test_each_count_is_described_and_in_the_table():
     for _, _, key in by_name(pinned):
         assert key.startswith(tuple(described)), key
         assert f"| {key} |" in table
-
-
-def test_streams_count_calls_as_cuda_gets_them():
-    gpu = Cuda()
-    with gpu.in_place():
-        side = torch.cuda.Stream()
-        with torch.cuda.stream(side), torch.cuda.device(0):
-            torch.cuda.current_stream().wait_stream(gpu.compute)
-        torch.cuda.Event().record(side)
-    assert gpu.calls == {
-        **{"events created": 2, "events recorded": 2, "events waited for": 1},
-        **{"stream contexts": 1, "device contexts": 1, "current stream": 1},
-    }
 
 
 @pytest.mark.slow

@@ -1,16 +1,12 @@
 """The search finds the largest model that fits, and a trial of each system reports correctly whether a model fits."""
 
-import json
-import os
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # where the script finds what it compares
 
@@ -20,7 +16,6 @@ from largest_systems import BASE, SYSTEMS, Shape
 from shardlite.cli.launch import process_group
 from tests.support.ranks.scripts import launched
 
-ROOT = Path(__file__).parents[2]
 MB = 10**6
 STANDARD = "ShardLite"
 TRIAL = example.Trial(STANDARD, 12 * MB // 10, 60 * MB)
@@ -33,20 +28,6 @@ PARAMETERS = Shape.near(TRIAL.size).parameters()
 @pytest.mark.parametrize("limit", [1, 2, 7, 99, 100, 101, 640, 998])
 def test_the_largest_fits_and_the_next_does_not(limit):
     assert example.bisect(lambda size: size <= limit, first=100, most=1000, within=0.0) == (limit, limit + 1)
-
-
-@pytest.mark.parametrize("limit", [30_000, 31_250, 61_000, 400_000])
-def test_the_search_ends_as_near_as_it_was_told(limit):
-    tried = []
-
-    def fits(size):
-        tried.append(size)
-        return size <= limit
-
-    low, high = example.bisect(fits, first=31_250, most=500_000, within=0.02)
-    assert low <= limit < high <= 1.02 * low
-    assert set(tried) >= {low, high} - {500_000}
-    assert len(tried) == len(set(tried)) <= 12
 
 
 def trial_of(bytes_per_parameter, calls=None):
@@ -88,25 +69,7 @@ def test_an_error_ends_the_search_and_is_told():
 # ---- the family -----------------------------------------------------------------------------------------------------
 
 
-def test_the_family_grows_in_small_steps():
-    sizes = [int(3e7 * 1.005**step) for step in range(1200)]  # to 12e9
-    shapes = [Shape.near(size) for size in sizes]
-    assert all(2.99 < shape.hidden / shape.width < 4.9 for shape in shapes)
-    assert all(earlier.depth <= later.depth for earlier, later in pairwise(shapes))
-    for size, shape in list(zip(sizes, shapes, strict=True))[::100]:
-        assert shape.parameters() == pytest.approx(size, rel=0.02)
-    assert Shape.near(1).parameters() < 120_000
-
-
 # ---- trials ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "kernels"))))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("PYTHONWARNINGS", "error")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def attempts(group, trial):
@@ -154,80 +117,9 @@ def test_two_ranks_hold_half_each(system, cluster):
         assert 16 < 2 * outcome.peak / PARAMETERS < 28
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_processes_of_a_trial_give_one_outcome(ranks, on_cpu, outcome_of):
-    outcome = example.run_trial(TRIAL, ranks)
-    assert outcome.fits, outcome.error
-    if ranks == 1:
-        assert outcome.losses[:2] == outcome_of(STANDARD).losses
-        assert outcome.peak == pytest.approx(outcome_of(STANDARD).peak, rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_processes_end_when_a_model_is_too_large(ranks, on_cpu):
-    outcome = example.run_trial(replace(TRIAL, budget=12 * MB // ranks), ranks)
-    assert not outcome.fits
-    assert outcome.error is None
-
-
-@pytest.mark.slow
-def test_an_error_of_a_system_is_the_outcome(on_cpu):
-    outcome = example.run_trial(example.Trial("no such system", MB, MB), 1)
-    assert not outcome.fits
-    assert outcome.error == "KeyError: 'no such system'"
-
-
-def test_ranks_that_vanish_are_an_error():
-    assert "exit statuses [0, -9]" in example._worst([example.Outcome(fits=True)], [0, -9]).error
-    ran_out, lost = example.Outcome(), example.Outcome(error="CommError: rank 1 is gone")
-    assert example._worst([lost, ran_out], [1, 1]) is ran_out
-    least, most = (example.Outcome(fits=True, peak=peak) for peak in (1, 2))
-    assert example._worst([most, least], [0, 0]) is most
-
-
 @pytest.mark.parametrize("losses", [[5.0, float("nan"), 4.0], [5.0, 4.0, 5.0]])
 def test_who_does_not_learn_is_not_believed(losses):
     assert "the loss does not fall: 5.0000" in example.judged(losses, 1).error
 
 
-def test_memory_that_ran_out_is_recognised_behind_other_errors():
-    assert example.ran_out(torch.OutOfMemoryError("CUDA out of memory"))
-    wrapped = RuntimeError("a unit was lost")
-    wrapped.__cause__ = example.TooMuch("1 byte")
-    assert example.ran_out(wrapped)
-    assert not example.ran_out(ValueError("wrong"))
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_prints_a_table_and_writes_rows(tmp_path, monkeypatch, capsys):
-    needs = dict(zip(SYSTEMS, (16, 16, 8, None), strict=True))
-
-    def run(trial, ranks):
-        if needs[trial.system] is None:
-            return example.Outcome(error="TypeError: a | b")
-        return trial_of(needs[trial.system])(trial, ranks)
-
-    monkeypatch.setattr(example, "run_trial", run)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["largest_model.py", "--gigabytes", "0.5", "--out", str(tmp_path)])
-    example.main()
-    rows = [json.loads(line) for line in (tmp_path / "largest-cpu.jsonl").read_text().splitlines()]
-    printed = capsys.readouterr().out
-    assert example.render(rows) in printed
-    assert [row["system"] for row in rows] == list(SYSTEMS)
-    assert all(row["budget_bytes"] == 500 * MB for row in rows)
-    ratios = [line.split(" | ")[4].strip(" |") for line in printed.splitlines() if line.startswith("| ShardLite")]
-    assert ratios[0] == "1.00"
-    assert float(ratios[1]) == pytest.approx(2, rel=0.03)
-    assert f"| {list(SYSTEMS)[3]} | TypeError: a / b |" in printed
-
-
-def test_a_cpu_needs_a_budget(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["largest_model.py"])
-    with pytest.raises(SystemExit, match="--gigabytes"):
-        example.main()

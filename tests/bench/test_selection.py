@@ -35,28 +35,9 @@ def test_rows_without_a_setting_have_the_usual_one(folder):
     assert selected(folder, "bench=step", "clip=none", "precision=fp32", "accumulation=1")[0]["day"] == 22
 
 
-def test_a_benchs_own_file_is_taken_if_no_run_has_such_rows(folder):
-    for file in selection.runs(folder):
-        file.unlink()
-    assert selected(folder, "step-gpt-2ranks.jsonl", "bench=step")[0]["named"]
-
-
-def test_without_terms_the_file_is_taken(folder):
-    assert selected(folder, "step-gpt-2ranks.jsonl")[0]["named"]
-
-
 def test_nothing_selected_is_an_error(folder):
     with pytest.raises(ValueError, match=r"no row in .*step-gpt-2ranks.jsonl matches .*mlp"):
         selected(folder, "step-gpt-2ranks.jsonl", "model=mlp")
-
-
-def test_rows_without_a_table_are_refused(monkeypatch, capsys, tmp_path):
-    write(tmp_path / "other.jsonl", bench="other")
-    for file, words in (("other.jsonl", "there is no table for rows of 'other'"), ("missing.jsonl", "No such file")):
-        monkeypatch.setattr("sys.argv", ["table", str(tmp_path / file)])
-        with pytest.raises(SystemExit):
-            selection.main()
-        assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bench", sorted(selection.RENDERERS))

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import bench.__main__ as command
 from bench import step
 from shardlite.lab import suite
-from shardlite.lab.launch import end_group
 from shardlite.lab.ranks import parser_of
 from shardlite.lab.suite import ON_GPU, PARTS, Part, run
 from shardlite.lab.table import read_rows
@@ -67,47 +65,12 @@ def test_what_fails_or_hangs_costs_no_other(scripts, capfd, monkeypatch):
     assert "s of the budget left" in told
 
 
-LEADS = """
-import signal, subprocess, sys
-child = "import signal, sys, time, pathlib; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.5), " \
-    "pathlib.Path(sys.argv[1]).write_text('ended its ranks'), sys.exit())); print(flush=True); time.sleep(1000)"
-process = subprocess.Popen([sys.executable, "-c", child, sys.argv[1]], stdout=subprocess.PIPE)
-process.stdout.readline()
-sys.exit(3)
-"""
-
-
-def test_a_launcher_may_end_its_ranks_after_the_bench_has_ended(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", LEADS, str(tmp_path / "told")], start_new_session=True)
-    process.wait(seconds(30))
-    end_group(process)
-    assert (tmp_path / "told").read_text() == "ended its ranks"
-
-
 def test_a_part_that_is_run_again_replaces_its_rows(scripts):
     file = scripts / "rows.jsonl"
     for value in (1, 2):
         run([part(scripts, "writes", value), part(scripts, "fails")], file, BUDGET, dry=False)
     assert sorted(row["value"] for row in read_rows([file]) if row["bench"] == "x") == [1, 2]
     assert len(read_rows([file])) == 4
-
-
-def test_nothing_is_begun_once_the_budget_is_spent(scripts):
-    ended = run([part(scripts, "writes")], scripts / "rows.jsonl", 0.5, dry=False)
-    assert ended[0]["status"] == "skipped: the budget is spent"
-
-
-@pytest.mark.parametrize(("name", "status"), [("writes", 0), ("fails", 1)])
-def test_the_status_says_whether_all_went_well(scripts, name, status, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "PARTS", (part(scripts, name),))
-    monkeypatch.setattr(command, "regenerate", lambda: pytest.fail("pages are made from the results folder only"))
-    assert command.main(["--out", str(scripts / "out")]) == status
-    assert f"| {name} |" in capsys.readouterr().out
-    assert [file.name for file in (scripts / "out").iterdir()] == [suite.file_name()]
-
-
-def test_an_unknown_part_is_refused(refusal):
-    assert "step-gpt-2ranks" in refusal(command.main, ["--only", "nothing"])
 
 
 def test_the_parts_have_names_of_their_own_and_options_that_are_understood():

@@ -112,6 +112,7 @@ def same(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize(("group", "stage"), [(2, 3), (2, 2), (2, 0), (3, 3)], indirect=["group"])
 @pytest.mark.parametrize("kind", ["ours", "groups", "in_backward", "fused", "sgd"])
+@pytest.mark.sample(2)
 def test_full_tensors_come_out(group: Any, kind: str, stage: int) -> None:
     """Full tensors are those of an unsharded model that has had the same steps, in a file, too."""
     model, optimizer = trained(group, OPTIMIZERS[kind], stage=stage)
@@ -210,6 +211,7 @@ def into_body(group: Any, kind: str, stage: int, flatten: bool, master: Any) -> 
 @pytest.mark.parametrize("stage", [3, 1, 0])
 @pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sample(3)
 def test_full_tensors_go_in(cluster, kind, flatten, stage):
     cluster.check(into_body, 2, kind, stage, flatten, torch.float32)
 

@@ -206,6 +206,7 @@ def numbers_body(group: Any, folder: Any, count: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("count", [(), (1,), (1, 1)])
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sample(2)
 def test_numbers_of_any_name_and_lists_of_moments(cluster: Any, tmp_path: Any, ranks: int, count: Any) -> None:
     """A number has as many elements and dimensions as some parameter, or as its shard on some rank."""
     cluster.run(numbers_body, ranks, tmp_path, count)
@@ -281,6 +282,7 @@ def check_regrouped(state: dict[str, Any], groups: list[tuple[list[int], float]]
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod."])
 @pytest.mark.parametrize("name", REGROUPED)
+@pytest.mark.sample(2)
 def test_a_state_with_names_is_matched_by_names(group: Any, name: str, prefix: str) -> None:
     """Also if the groups have another order, are divided otherwise, or the plain model was wrapped."""
     state, entries = trained(prefix)

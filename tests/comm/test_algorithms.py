@@ -6,9 +6,8 @@ import torch
 from shardlite.comm import schedule
 from shardlite.comm.collectives import staging_numel
 from shardlite.comm.operation import Operation
-from shardlite.comm.transport.loans import BLOCK
 from tests.support.transports.calls import reduce_scatter
-from tests.support.transports.ring_cases import assert_equal_bits, cases_for, gather_everything, tensor_of
+from tests.support.transports.ring_cases import assert_equal_bits, cases_for, tensor_of
 from tests.support.transports.worlds import run
 
 BY_ALGORITHM = [
@@ -66,27 +65,3 @@ def test_other_algorithms_add_in_the_order_of_their_schedule(cluster, kind, algo
                 here = slice(min(part * half, stop - start), min((part + 1) * half, stop - start))
                 order = schedule.order_of_addition(plan, rank, part)
                 assert_equal_bits(shard[here], sum_in_order(order, [each[here] for each in summands], torch.float32))
-
-
-@pytest.mark.parametrize(("algorithm", "size", "node", "kind"), [*everywhere(1)])
-@pytest.mark.sample(3)
-def test_other_algorithms_gather_everything(cluster, kind, algorithm, size, node):
-    cases = cases_for(size, [torch.float32, torch.bool])
-    for results in run(kind, cluster, gather_everything, size, cases, algorithm=algorithm, node=node):
-        for case, full in zip(cases, results, strict=True):
-            assert_equal_bits(full, tensor_of(99, case.numel, case.dtype))
-
-
-def reduce_large(transport, numel):
-    """More than a block of a sum of several lent messages."""
-    full = torch.randn(numel, generator=torch.Generator().manual_seed(transport.rank))
-    return reduce_scatter(full, transport, divisor=transport.world_size).clone()
-
-
-@pytest.mark.parametrize("size", [3, 4])
-def test_the_order_of_the_ring_in_large_sums_of_lent_messages(cluster, size):
-    numel = size * (2 * BLOCK + 77)
-    direct = run("shared", cluster, reduce_large, size, numel)
-    ring = run("shared", cluster, reduce_large, size, numel, algorithm="ring")
-    for one, other in zip(direct, ring, strict=True):
-        assert_equal_bits(one, other)

@@ -128,20 +128,6 @@ def test_a_stream_queue_is_behind_its_caller_and_its_caller_behind_it(cuda, bloc
     assert work.done()
 
 
-@pytest.mark.parametrize("blocking", [False, True])
-def test_events_are_recorded_again_when_no_operation_needs_them(cuda, blocking):
-    queue, before = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking), []
-    for _ in range(3):
-        works = [queue.submit(lambda: cuda.run("gather")) for _ in range(2)]
-        for work in works:
-            work.wait()
-        del works, work
-        before.append(sum(what.startswith("record") for _, what in cuda.log))
-    assert before == [4, 8, 12]
-    numbers = [what for _, what in cuda.log if what.startswith("record")]
-    assert len(set(numbers)) <= 4
-
-
 def test_an_event_that_a_thread_will_record_is_not_used_before(cuda):
     queue = CudaStreamQueue(CUDA, ThreadQueue("test"), ProgramStreams(CUDA))
     started, gate = threading.Event(), threading.Event()
@@ -153,32 +139,6 @@ def test_an_event_that_a_thread_will_record_is_not_used_before(cuda):
     later.wait()
     recorded = [{what for where, what in cuda.log if where == by and "record" in what} for by in ("compute", "side 1")]
     assert not set.intersection(*recorded)
-
-
-@pytest.mark.parametrize("blocking", [False, True])
-def test_an_operation_may_be_behind_an_earlier_moment_only(cuda, blocking):
-    """A gather for a late rank must not wait for this rank's later computation, which waits for that gather."""
-    queue = make_queue("test", CUDA, ProgramStreams(CUDA), blocking=blocking)
-    moment = queue.moment()
-    cuda.run("compute on")
-    queue.submit(lambda: cuda.run("serve"), behind=moment).wait()
-    assert cuda.log[:4] == [
-        ("compute", "record 1"),
-        ("compute", "compute on"),
-        ("side 1", "wait 1"),
-        ("side 1", "serve"),
-    ]
-
-
-@pytest.mark.parametrize("captured", [(), ("compute",), ("side 1",), ("compute", "side 1")])
-def test_the_program_is_behind_a_deleted_queue_unless_one_of_both_is_captured(cuda, captured, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: cuda.stream_of_thread(None).name in captured)
-    program = ProgramStreams(CUDA)
-    assert program.other() is None
-    queue = make_queue("test", CUDA, program, blocking=False)
-    del queue
-    waits = [("side 1", "record 1"), ("compute", "wait 1")]
-    assert cuda.log == ([] if len(captured) == 1 else waits)
 
 
 def test_only_messages_that_block_take_a_thread(cuda):

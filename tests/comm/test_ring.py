@@ -17,10 +17,8 @@ from tests.support.transports.ring_cases import (
     FLOATS,
     INTEGERS,
     NARROW,
-    Case,
     all_reduce_everything,
     assert_equal_bits,
-    assert_gathered_and_summed,
     broadcast_everything,
     cases_for,
     gather_everything,
@@ -28,7 +26,6 @@ from tests.support.transports.ring_cases import (
     reduce_to_fp32,
     ring_sum,
     tensor_of,
-    two_at_once,
 )
 from tests.support.transports.worlds import IN_PROCESS, PLAYED, Batched, run
 
@@ -125,35 +122,6 @@ def test_broadcast_from_every_source(world):
     for result in run(broadcast_everything, size, cases):
         for i, (got, case) in enumerate(zip(result, cases, strict=True)):
             assert_equal_bits(got, tensor_of(i % size, case.numel, case.dtype))
-
-
-@pytest.mark.parametrize(
-    ("kind", "size"),
-    [("threads", 4), ("steps", 2), ("gloo", 2), ("staged", 2), pytest.param("gloo", 4, marks=pytest.mark.slow)],
-)
-def test_a_gather_and_a_reduction_at_the_same_time(cluster, kind, size):
-    cases = [Case(100_003 + i, torch.float32, 1 << 12) for i in range(5)]
-    assert_gathered_and_summed(run(kind, cluster, two_at_once, size, cases), cases)
-
-
-def test_large_buffers_with_random_delays(cluster):
-    """Several MB in messages of 1 MB, each side late at random: small buffers fit into a socket and hide races."""
-    n = 1_500_001
-    cases = [Case(n, torch.float32, 1 << 20, cuts) for cuts in (None, [0, 400_000, 400_000, n], [0, 5, n, n])]
-    assert_gathered_and_summed(run("gloo", cluster, two_at_once, 3, cases, 7, 0.02), cases)
-
-
-@pytest.mark.parametrize("kind", IN_PROCESS)
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_late_rank_changes_nothing(late, kind):
-    cases = [Case(1000, torch.float32, 256)]
-
-    def body(transport):
-        given = transport if kind == "threads" else Batched(transport)
-        return gather_everything(given, cases), reduce_everything(given, cases, 3)
-
-    delays = [0.005 if r == late else 0.0 for r in range(3)]
-    assert_gathered_and_summed(run_local(body, 3, delays=delays), cases)
 
 
 def test_the_division_happens_once_after_the_sum():

@@ -278,14 +278,3 @@ def test_the_backward_leaves_new_weights(group: Any, stage: int) -> None:
             side.model.zero_grad()
         duo.compare()
         duo.steps += 1
-
-
-def test_states_can_be_exchanged_with_the_ordinary_one(group: Any) -> None:
-    """States go from one kind to the other."""
-    duo = Duo(LanguageModel, group, precision=SPLIT, optimizer={"state": "int8"})
-    duo.step(on_tokens)
-    states = [side.optimizer.state_dict() for side in duo.sides]
-    for side, state in zip(duo.sides, reversed(states), strict=True):
-        side.optimizer.load_state_dict(state)
-    duo.step(on_tokens)
-    duo.step(on_tokens, ("local", "step"))

@@ -71,6 +71,7 @@ def test_what_was_accumulated_can_be_dropped(group: Any, stage: int) -> None:
 
 @pytest.mark.parametrize("modes", [("local", "local", "step"), ("sharded", "local", "sharded", "step")])
 @pytest.mark.parametrize(("stage", "group"), [(0, 3), (1, 2), (2, 4), (3, 3)], indirect=["group"])
+@pytest.mark.sample(2)
 def test_micro_batches_add_up_to_one_large_batch(group: Any, stage: int, modes: tuple[str, ...]) -> None:
     """In fp64, accumulated gradients are those of one batch of all rows of all ranks.
 

@@ -165,6 +165,7 @@ def divergent_body(
 
 @pytest.mark.parametrize("recipe", ["SGD", "in_backward"])
 @pytest.mark.parametrize("skipped", [(4,), (5, 4), (5, 4, 3, 2), (1, 3, 5), (0, 1, 2, 3, 4, 5)], ids=str)
+@pytest.mark.sample(2)
 def test_more_buckets_are_there_only_in_the_backward_that_diverges(cluster, skipped, recipe):
     stage = 3 if len(skipped) < 4 else 1 if recipe == "SGD" else len(skipped) % 4
     first, second = cluster.run(divergent_body, 2, stage, {1: skipped}, recipe, (2,))

@@ -49,15 +49,6 @@ def test_the_reference_is_the_nearest_number(dtype):
     assert checked > 1000
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_pytorch_rounds_fp64_twice(dtype):
-    """Otherwise `copy_` would do."""
-    x = near_ties(dtype)
-    got = torch.empty(len(x), dtype=dtype)
-    cast(got, x)
-    assert not torch.equal(got.nan_to_num(), x.to(dtype).nan_to_num())
-
-
 def test_nothing_to_cast():
     out = torch.empty(0)
     cast(out, torch.empty(0).bfloat16())

@@ -110,37 +110,6 @@ def test_what_is_launched_is_what_triton_launches(gpus, kernels):
     assert gpus.by_triton == len(calls) + len(launch._COMPILED) < 2 * len(calls)  # once for each specialization
 
 
-def without(part: int) -> Any:
-    """A `_specialize` that returns nothing about types (0), or about values (1)."""
-    return lambda *args: specialize(*args)[1 - part]
-
-
-def with_numbers(change: Any) -> Any:
-    """A `_specialize` for which numbers look like others."""
-
-    def changed(backend: Any, args: tuple[Any, ...], *flags: bool) -> Any:
-        return specialize(backend, tuple(change(each) if type(each) is int else each for each in args), *flags)
-
-    return changed
-
-
-specialize = launch._specialize
-INCOMPLETE = {
-    "dtypes": without(0),
-    "alignment": without(1),
-    "ones": with_numbers(lambda number: 17 if number == 1 else number),
-    "width": with_numbers(lambda number: number % 2**31 + 32 if number >= 2**31 else number),
-    "divisibility": with_numbers(lambda number: number if number == 1 else number | 1),
-}
-
-
-@pytest.mark.parametrize("lost", INCOMPLETE)
-def test_the_comparison_notices_a_key_that_is_incomplete(gpus, monkeypatch, lost):
-    monkeypatch.setattr(launch, "_specialize", INCOMPLETE[lost])
-    with pytest.raises(AssertionError):
-        test_what_is_launched_is_what_triton_launches(gpus, "add_rows")
-
-
 def test_tensors_are_launched_by_their_addresses(gpus, monkeypatch):
     """From the functions that users call, at both alignments."""
     memory = torch.zeros(4, 1024 + 4)

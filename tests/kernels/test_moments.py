@@ -5,7 +5,6 @@ import torch
 from shardlite_kernels import SCALE_BLOCK
 from shardlite_kernels.adamw import adamw_reference
 from shardlite_kernels.moments import decode, encode
-from shardlite_kernels.noise import keys
 
 from tests.kernels.adamw_cases import HYPER, groups, one_row, random_grad, state_of
 from tests.kernels.bits import assert_same_bits, pairs
@@ -169,12 +168,6 @@ def test_a_second_moment_in_bf16_is_one_of_its_neighbours():
     assert_same_bits(got[exact], v[exact])
 
 
-def test_fp32_moments_are_kept_as_they_are():
-    m, v = pairs(1000, 9)
-    for got, expected in zip(moments_of("fp32", m, v, random_by_rows(1000)), (m, v), strict=True):
-        assert_same_bits(got, expected)
-
-
 # ---- what is not finite --------------------------------------------------------------------------------------------
 
 
@@ -250,38 +243,3 @@ def test_a_second_moment_in_codes_is_right_in_the_mean(exponent):
     # An element that is a code itself may be read as just below or above it: 2^-22 of it.
     assert ((got.mean(0) - v.double()).abs() <= 4 * sigma + 2.0**-20 * v).all()
     assert (sigma[2:] > 0).all()
-
-
-def second_moment_from_one(moments, grad, steps, numel=1024):
-    """That of some elements after steps with the same gradient, from a steady state with gradients of 1 on."""
-    state = state_of(("whole", moments), *[torch.ones(numel)] * 3)
-    table, start = one_row(numel), torch.zeros(1, dtype=torch.int64)
-    for key in keys(torch.arange(1, steps + 1), start, start).split(1):
-        m, v = state.moments()
-        v = v * 0.999 + 0.001 * grad**2
-        encode(m, v, *state.codes(), random=table._replace(keys=key).random_bits(numel))
-    return state.moments()[1].double()
-
-
-@pytest.mark.parametrize("steps", [2000, pytest.param(8000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("moments", ["fp32", *NARROW])
-def test_a_second_moment_follows_gradients_that_become_smaller(moments, steps):
-    v = second_moment_from_one(moments, 0.1, steps)
-    exact = 0.01 + 0.99 * 0.999**steps
-    assert 0.9 < (v.sqrt() / exact**0.5).mean() < 1.1
-
-
-def test_rounded_to_nearest_it_would_not_follow():
-    """A thousandth less is less than half a unit of bf16, whose significand has 8 bits."""
-    v = torch.ones(1, dtype=torch.bfloat16)
-    for _ in range(8000):
-        v = (0.999 * v.float() + 0.001 * 0.01).bfloat16()
-    assert v.item() == 1.0
-
-
-@pytest.mark.parametrize("moments", NARROW)
-def test_a_second_moment_follows_gradients_that_become_larger(moments):
-    """It wanders about the exact one, by steps of a code."""
-    v = second_moment_from_one(moments, 1.2, 1000)
-    exact = 1.44 - 0.44 * 0.999**1000
-    assert abs(v.mean() / exact - 1) < 4 * v.std() / exact / len(v) ** 0.5 < 0.01

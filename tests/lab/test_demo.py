@@ -2,23 +2,19 @@ import csv
 import importlib.util
 import math
 import sys
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from shardlite.cli import launch, main
-from shardlite.lab.gpt import GPT, rotate
-from shardlite.lab.memory.peak import Footprint, measure_plain
-from shardlite.lab.train import train
-from shardlite.lab.train.report import Point, describe_result, footprint_table, printable, write_curve
+from shardlite.lab.gpt import GPT
+from shardlite.lab.train.report import Point, printable, write_curve
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.lab.train.train import learning_rate
-from tests.support.ranks.scripts import run_command, run_process
+from tests.support.ranks.scripts import run_command
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)
 CURVE = [Point(1, 5.5, None), Point(2, 5.0, 5.1), Point(3, 4.5, 4.75)]
@@ -48,12 +44,6 @@ def test_a_file_is_read_up_to_the_limit(tmp_path):
     assert not set(range(45, 50)) & set(corpus.train[:50].tolist())  # the end of the first stretch is validation's
 
 
-def test_the_standard_library_is_always_there_and_the_same():
-    once, again = (read_corpus(None, context=64, limit=1 << 20) for _ in range(2))
-    assert b"import" in bytes(once.train)
-    assert np.array_equal(once.train, again.train)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "does not exist"), (b"", "no text in"), (b"x" * 60, "has 0 bytes, but a context of 8 needs at least 9")],
@@ -64,16 +54,6 @@ def test_unusable_text_is_refused_with_a_remedy(tmp_path, content, message):
         file.write_bytes(content)
     with pytest.raises(ValueError, match=message):
         read_corpus(file, context=8)
-
-
-def test_unigram_entropy_of_known_texts():
-    def entropy(text: bytes) -> float:
-        return unigram_entropy(np.frombuffer(text, dtype=np.uint8))
-
-    assert entropy(b"aaaa") == 0
-    assert entropy(b"abab") == pytest.approx(math.log(2))
-    assert entropy(bytes(range(256))) == pytest.approx(math.log(256))
-    assert entropy(b"aaab") == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
 
 
 def test_a_batch_follows_from_its_key_and_y_follows_x():
@@ -104,11 +84,6 @@ def test_gpt_gives_logits_or_the_mean_loss():
     assert model(x, y).item() == pytest.approx(math.log(256), abs=0.1)  # it knows nothing yet
 
 
-def test_the_demo_model_has_ten_million_parameters():
-    with torch.device("meta"):
-        assert sum(p.numel() for p in GPT(GPTConfig()).parameters()) == 10_745_856
-
-
 def test_a_later_byte_changes_no_earlier_logits():
     model, x = GPT(SMALL), torch.randint(0, 255, (1, 8))
     changed = x.clone()
@@ -118,16 +93,6 @@ def test_a_later_byte_changes_no_earlier_logits():
     assert not torch.equal(after[:, 5], before[:, 5])
 
 
-def test_positions_turn_vectors_and_only_distances_count():
-    x, y = (torch.randn(8, generator=torch.Generator().manual_seed(seed)).expand(1, 1, 12, 8) for seed in range(2))
-    turned, other = rotate(x), rotate(y)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    products = (turned @ other.transpose(-1, -2))[0, 0]
-    for distance in range(-11, 12):
-        diagonal = products.diagonal(distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
-
-
 def test_too_long_a_text_and_uneven_heads_are_refused():
     with pytest.raises(ValueError, match="got 9 bytes, but its context is 8"):
         GPT(SMALL)(torch.zeros(1, 9, dtype=torch.long))
@@ -135,15 +100,6 @@ def test_too_long_a_text_and_uneven_heads_are_refused():
         GPTConfig(width=16, heads=3)
     with pytest.raises(ValueError, match="layers must be at least 1, got 0"):
         GPTConfig(layers=0)
-
-
-def test_generate_continues_the_prompt_beyond_the_context():
-    model = GPT(SMALL)
-    text = model.generate(b"def ", 20, seed=1)
-    assert text.startswith(b"def ")
-    assert len(text) == 24
-    assert text == model.generate(b"def ", 20, seed=1)
-    assert text != model.generate(b"def ", 20, seed=2)
 
 
 # ---- settings, measurement, report ----------------------------------------------------------------------------------
@@ -159,43 +115,6 @@ def test_the_learning_rate_rises_then_falls_to_a_tenth():
     assert learning_rate(Settings(steps=1, lr=1.0), 0) == 1.0
 
 
-def test_plain_data_parallel_holds_sixteen_bytes_per_parameter():
-    model = GPT(SMALL)
-    count, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
-    batch = (torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))
-    footprint = measure_plain(model, [batch, batch], max_norm=1.0)
-    assert footprint.held == {
-        "parameters": 4 * count,
-        "gradients": 4 * count,
-        "optimizer state": 8 * count + 4 * tensors,  # two moments, and a step count for each tensor
-    }
-    assert footprint.activations > 0
-    assert footprint.peak >= 16 * count
-
-
-def test_the_table_has_a_column_per_rank_and_one_for_data_parallel():
-    plain = Footprint(held={"parameters": 4 << 20}, activations=1 << 20, peak=5 << 20)
-    sharded = Footprint(held={"parameters": 2 << 20, "gather buffers": 1 << 20}, activations=1 << 20, peak=3 << 20)
-    assert footprint_table([sharded, sharded], plain).splitlines() == [
-        "                    rank 0   rank 1  data parallel",
-        "parameters         2.0 MiB  2.0 MiB        4.0 MiB",
-        "gather buffers     1.0 MiB  1.0 MiB        0.0 MiB",
-        "activations, rest  1.0 MiB  1.0 MiB        1.0 MiB",
-        "measured peak      3.0 MiB  3.0 MiB        5.0 MiB",
-    ]
-
-
-def test_the_curve_is_written_as_csv_and_png(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib draws the curve")
-    told = write_curve(tmp_path / "new", CURVE, entropy=3.1)
-    with (tmp_path / "new" / "loss.csv").open() as file:
-        rows = list(csv.reader(file))
-    assert rows[0] == ["step", "train_nats_per_byte", "validation_nats_per_byte"]
-    assert rows[1:] == [["1", "5.500000", ""], ["2", "5.000000", "5.100000"], ["3", "4.500000", "4.750000"]]
-    assert (tmp_path / "new" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert told == [f"wrote {tmp_path}/new/loss.csv", f"wrote {tmp_path}/new/loss.png"]
-
-
 def test_without_matplotlib_the_csv_is_written_and_the_remedy_told(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
@@ -204,31 +123,6 @@ def test_without_matplotlib_the_csv_is_written_and_the_remedy_told(tmp_path, mon
     assert (tmp_path / "loss.csv").exists()
     assert not (tmp_path / "loss.png").exists()
     assert "pip install 'shardlite[demo]'" in told[1]
-
-
-def test_a_step_leaves_no_gradient(monkeypatch):
-    model = GPT(SMALL)
-    model.no_sync, model.clip_grad_norm_ = nullcontext, lambda norm: torch.tensor(0.0)
-    run = SimpleNamespace(
-        settings=Settings(gpt=SMALL, accumulate=2),
-        model=model,
-        corpus=SimpleNamespace(train=np.zeros(100, dtype=np.uint8)),
-        device=torch.device("cpu"),
-        rank=0,
-        ranks=1,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        peaks=[0.1],
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
-    )
-    monkeypatch.setattr(train, "_mean_over_ranks", lambda loss: loss)
-    train._step(run, 0, 0)
-    assert all(param.grad is None for param in model.parameters())
-
-
-def test_the_result_is_told_in_nats_and_bits():
-    loss, entropy = describe_result(math.log(4), math.log(16)).splitlines()
-    assert loss == "validation loss  1.386 nats/byte  2.000 bits/byte  (this model)"
-    assert entropy == "unigram entropy  2.773 nats/byte  4.000 bits/byte  (the best without context)"
 
 
 def test_a_sample_cannot_command_the_terminal():
@@ -322,11 +216,3 @@ def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage, optimi
     assert len(validation) == 8
     assert validation[-1] < unigram_entropy(np.frombuffer(text.read_bytes(), dtype=np.uint8))
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
-
-
-@pytest.mark.slow
-def test_the_command_starts_two_ranks(tmp_path, text):
-    done = run_process("-m", "shardlite", "train", *TINY, "--steps", "3", "--data", str(text), "--out", str(tmp_path))
-    assert done.status == 0, done.out + done.err
-    assert_reported(done.out, 3)
-    assert len(validation_losses(tmp_path)) == 3

@@ -77,19 +77,8 @@ COMPACT = [*("--precision", "bf16", "--master", "split24", "--state", "int8", "-
 )
 def test_resume_goes_on_with_the_bits_of_an_uninterrupted_run(cluster, tmp_path, more):
     def options(name: str) -> list[str]:
-        return [
-            "train",
-            *TINY,
-            *more,
-            "--steps",
-            "8",
-            "--log",
-            "csv",
-            "--save-every",
-            "2",
-            "--out",
-            str(tmp_path / name),
-        ]
+        fixed = [*("--steps", "8"), *("--log", "csv"), *("--save-every", "2")]
+        return ["train", *TINY, *more, *fixed, "--out", str(tmp_path / name)]
 
     assert run_command(cluster, cli.main, *options("whole"))[0].status == 0
     run_command(cluster, main_until_step_6, *options("parts"))

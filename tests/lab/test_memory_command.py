@@ -1,7 +1,6 @@
 """`shardlite memory`: what it predicts, measures, records, prints, draws and refuses."""
 
 import json
-import re
 import sys
 
 import pytest
@@ -14,12 +13,12 @@ from bench.footprint import source_of
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
-from shardlite.lab.memory import predict, text
+from shardlite.lab.memory import text
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
 from shardlite.lab.memory.run import Program, measure_all
 from shardlite.lab.memory.text import beyond, comparison
-from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Phase, Timeline, record
+from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Timeline, record
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.systems import MEASURED as SYSTEMS
 from shardlite.lab.systems import System, fsdp2_system, shardlite_system
@@ -118,17 +117,6 @@ def test_other_models_too(model, name):
     check_rows(model, name)
 
 
-def test_the_largest_parameters_are_dealt_first():
-    assert [predict.largest_part([1, 5, 3, 4], ranks) for ranks in (1, 2, 4)] == [13, 6, 5]
-
-
-def test_deepspeed_is_not_predicted():
-    predictor = Predictor(find_source(f"{HERE}:Own", 1, None, f"{HERE}:batch"), progress=lambda _: None)
-    bounds = {name: predictor.bounds(name, SYSTEMS[name], 2) for name in ("deepspeed3", "ddp", "zero", "compact")}
-    assert bounds["deepspeed3"] is None
-    assert bounds["ddp"] > bounds["zero"] > bounds["compact"]
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -209,26 +197,6 @@ def test_plots_of_activations_alone_and_of_a_busy_machine(tmp_path):
     assert [path.name for path in paint(alone, tmp_path)] == ["footprint-gpt2-2ranks-busy.png"]
 
 
-def test_bars_need_no_predictions(tmp_path):
-    rows = [json.loads(line) for line in (RESULTS / "footprint-gpt-2ranks.jsonl").read_text().splitlines()]
-    written = paint(rows, tmp_path, kind="svg")
-    assert [path.name for path in written] == ["footprint-gpt-2ranks.svg"]
-    first = written[0].read_text()
-    assert all(row["system"] in first for row in rows)
-    paint(rows, tmp_path, kind="svg")
-    assert written[0].read_text() == first
-
-
-def test_bars_have_numbers(tmp_path):
-    rows = map(json.loads, (RESULTS / "footprint-gpt2-2ranks.jsonl").read_text().splitlines())
-    row = next(row for row in rows if row["system"] == "stage3")
-    held, drawn = row["purposes"], paint([{**row, "pss_bytes": row["pss_bytes"] + 2**30}], tmp_path, kind="svg")
-    written = re.findall(r"<!-- (\d+) -->", drawn[0].read_text())
-    for nbytes in (held["parameters"], held["optimizer state"], held["gradients"], row["pss_bytes"] + 2**30):
-        assert f"{nbytes / 2**20:.0f}" in written
-    assert f"{held['gradient buckets'] / 2**20:.0f}" not in written  # it has no room
-
-
 # ---- one step by purpose ---------------------------------------------------------------------------------------------
 
 SETTING = Setting(world_size=2, on_gpu=False)
@@ -271,12 +239,6 @@ def test_each_purpose_and_the_peak_are_as_planned(plan, timelines):
     assert rows["all together"] == timelines[0].peak < sum(rows.values())
 
 
-def test_what_is_beyond_a_prediction():
-    assert beyond(100, 200, 150) == beyond(0, 0, 0) == 0
-    assert beyond(100, 200, 50) == -0.5
-    assert beyond(100, 200, 300) == 0.5
-
-
 def test_both_systems_pass_the_same_phases(timelines):
     passes = [(FORWARD, ROOT), (FORWARD, 0), (FORWARD, 1), (FORWARD, ROOT), (BACKWARD, ROOT), (BACKWARD, 1)]
     for timeline in timelines:
@@ -286,15 +248,6 @@ def test_both_systems_pass_the_same_phases(timelines):
         places = timeline.places()
         assert [places[phase.first] for phase in timeline.phases] == list(range(8))
         assert places == sorted(places)
-
-
-def test_every_byte_of_a_sample_has_a_purpose(timelines):
-    ours, theirs = timelines
-    assert [sum(each.values()) for each in ours.purposes] == ours.totals
-    assert min(each[ACTIVATIONS] for each in ours.purposes) >= 0
-    assert not any(theirs.purposes)
-    assert ours.totals[-1] < ours.peak  # gradients and activations are gone
-    assert 0.5 < theirs.peak / ours.peak < 2
 
 
 def test_the_timeline_is_of_two_systems(on_cluster, tmp_path, capsys):
@@ -309,12 +262,6 @@ def test_the_timeline_is_of_two_systems(on_cluster, tmp_path, capsys):
     assert printed[-2].split()[:3] == ["FSDP2,", "all", "together"]
     assert printed[-1] == f"wrote {picture}"
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_phase_without_samples_takes_no_place():
-    phases = [Phase(FORWARD, ROOT, 0), Phase(BACKWARD, ROOT, 2), Phase(STEP, ROOT, 2)]
-    empty = Timeline(units=(), phases=phases, totals=[1, 2, 3], purposes=[{}, {}, {}], most={})
-    assert empty.places() == [0, 0.5, 2]
 
 
 def test_a_picture_needs_matplotlib(monkeypatch, refusal):

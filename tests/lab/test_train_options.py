@@ -24,7 +24,7 @@ from shardlite.lab.gpt import GPT
 from shardlite.lab.train import command, report, train
 from shardlite.lab.train.log import COLUMNS, CSVLog, open_log
 from shardlite.lab.train.optimizers import make_optimizer, optimizer_class
-from shardlite.lab.train.report import Point, Progress, StepTraffic, duration
+from shardlite.lab.train.report import Point, Progress
 from shardlite.lab.train.settings import OPTIMIZERS, SIZES, GPTConfig, Settings
 from shardlite.optimizers import probe_shards
 from tests.support.markdown import ROOT, blocks
@@ -94,11 +94,6 @@ def test_the_file_that_the_documentation_shows(chosen, file):
     assert told.activation_checkpointing
 
 
-def test_options_that_a_file_does_not_have_keep_their_defaults(chosen, file):
-    file.write_text("steps = 7\n")
-    assert chosen("--config", file) == chosen("--steps", 7)
-
-
 def test_a_file_is_read_as_utf_8(file, monkeypatch):
     """TOML is UTF-8 in any locale."""
     monkeypatch.setattr(Path, "read_text", lambda self, encoding: self.read_bytes().decode(encoding))
@@ -135,13 +130,6 @@ def test_a_file_that_is_no_toml_or_not_there_is_named(refused, file):
     assert f"No such file or directory: '{file}'" in refused("--config", file)
     file.write_text("steps = \n")
     assert f"{file} is not TOML: Invalid value (at line 1" in refused("--config", file)
-
-
-def test_numbers_of_a_file_are_checked_like_others(refused, file):
-    file.write_text("steps = 0\nranks = 2\n")
-    assert "steps must be positive, got 0" in refused("--config", file)
-    file.write_text("ranks = 0\n")
-    assert "--ranks is 0; it must be at least 1" in refused("--config", file)
 
 
 # ---- formats and optimizers -----------------------------------------------------------------------------------------
@@ -236,14 +224,6 @@ def test_muon_steps_the_matrices_of_blocks_and_adamw_the_rest(group, adamw_lr):
     assert [(each["lr"], each["weight_decay"]) for each in others] == [(adamw_lr or 0.01, 0.1), (adamw_lr or 0.01, 0.0)]
 
 
-def test_rates_of_all_groups_follow_the_schedule(cluster, tmp_path):
-    straight = train_with(cluster, tmp_path / "one", "--optimizer", "muon")
-    assert train_with(cluster, tmp_path / "same", "--optimizer", "muon", "--adamw-lr", 0.01) == straight
-    slow = train_with(cluster, tmp_path / "slow", "--optimizer", "muon", "--adamw-lr", 1e-5)
-    assert slow[0] == straight[0]
-    assert slow[-1] > straight[-1]
-
-
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -285,30 +265,6 @@ def test_the_log_has_a_row_for_each_step(cluster, tmp_path):
             assert float(point[short]) == pytest.approx(float(row[name]), abs=0.6e-6)  # the curve has six decimals
         assert float(row["learning_rate"]) == pytest.approx(train.learning_rate(told, number))
         assert all(float(row[name]) > 0 for name in ("gradient_norm", "step_ms", "exposed_ms", "sent_mib", "held_mib"))
-
-
-def test_traffic_of_validations_is_left_out():
-    gather, unneeded = (SimpleNamespace(nbytes=0, seconds=0.0, exposed=0.0) for _ in range(2))
-    traffic = StepTraffic(SimpleNamespace(traffic=lambda: {"blocks.0": {"gather": gather, "take part": unneeded}}))
-
-    def step(nbytes: int, *, ends: int = 0) -> None:
-        gather.nbytes, gather.seconds = gather.nbytes + nbytes, gather.seconds + 2.0
-        unneeded.nbytes += ends
-        traffic.end_step()
-        assert traffic.step == (nbytes, 2.0, 0.0)
-
-    step(10)
-    with traffic.leave_out():
-        gather.nbytes, gather.seconds = gather.nbytes + 40, gather.seconds + 1.0
-    step(5, ends=20)
-    step(12)
-    assert traffic.mean() == (11, 2.0, 0.0)
-
-
-def test_steps_in_the_backward_have_no_norm(cluster, tmp_path):
-    train_with(cluster, tmp_path, "--in-backward")
-    with (tmp_path / "log.csv").open(newline="") as file:
-        assert [row["gradient_norm"] for row in csv.DictReader(file)] == [""] * 6
 
 
 def test_a_resumed_log_drops_what_came_behind_the_checkpoint(tmp_path):
@@ -393,17 +349,6 @@ def test_lines_at_intervals_tell_the_time_that_is_left():
     assert lines[10] == "step 100/100  loss 3.000  val 2.500  took 3:20  256 tokens/s  1.0 MiB held"
 
 
-def test_a_resumed_run_is_timed_from_where_it_goes_on():
-    lines = shown(io.StringIO(), first=60)
-    assert lines[0] == "step  70/100  loss 3.000  1:00 left  256 tokens/s  1.0 MiB held"
-    assert "took 1:20" in lines[-1]
-
-
-def test_a_slow_run_prints_a_line_each_minute():
-    assert len(shown(io.StringIO(), seconds=30)) == 1 + 50  # the first step, then every second one
-    assert "left" in shown(io.StringIO(), seconds=7200)[1]
-
-
 def test_a_terminal_has_one_line_that_fits(monkeypatch):
     for width in (80, 40, 15):
         monkeypatch.setattr("shutil.get_terminal_size", lambda width=width: os.terminal_size((width, 24)))
@@ -417,20 +362,6 @@ def test_a_terminal_has_one_line_that_fits(monkeypatch):
         assert max(map(len, lines)) < width
         assert lines[0].startswith("step      1/100000"[: width - 1])
         assert ("held" in lines[0]) == (width == 80)  # of step 50 on it makes room for the validation
-
-
-def test_nothing_follows_a_line_that_is_not_ended():
-    out = Terminal()
-    shown(out, stop=3)
-    assert out.getvalue().endswith("\n")  # a run that SIGTERM stops prints more
-    assert shown(io.StringIO(), stop=1) != []
-
-
-def test_durations_have_hours_when_needed():
-    assert [duration(seconds) for seconds in (0, 9.6, 61, 3599, 3600, 86400 + 61)] == [
-        *("0:00", "0:10", "1:01", "59:59"),
-        *("1:00:00", "24:01:01"),
-    ]
 
 
 def test_a_resumed_run_names_what_has_changed(cluster, tmp_path):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import shardlite
 from shardlite import EMA, AdamW, Precision, Route, ShardLite, WholeParameters
 from shardlite.params import as_real
-from tests.support.twins.sharded import accumulating, same_bits, same_states, take_step
+from tests.support.twins.sharded import accumulating, same_bits, same_states, slow, take_step
 
 WIDTH = 7
 
@@ -106,7 +106,7 @@ def close(_: str, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     torch.testing.assert_close(dict(got), dict(expected), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.stages(0, 2, 3)
+@pytest.mark.stages(0, 3)
 def test_training_has_the_bits_of_a_plain_twin(group: Any, stage: int) -> None:
     for make in OPTIMIZERS.values():
         duo = Duo(group, make, stage=stage)
@@ -159,6 +159,7 @@ def test_ignored_parameters_are_stepped_by_our_adamw(group: Any) -> None:
 @pytest.mark.parametrize(
     "options", [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, "replicates": True}], ids=str
 )
+@pytest.mark.sample(2)
 def test_norms_are_those_of_absolute_values(group: Any, options: dict[str, Any]) -> None:
     """With gradients of one reduction, of several, and after writes. All ways to clip give the same."""
     duo = Duo(group, partial(optim.SGD, lr=0.1), **options)
@@ -203,6 +204,7 @@ def test_parts_are_summed_in_a_tree(group: Any) -> None:
 
 @pytest.mark.parametrize("group", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.sample(2)
 def test_our_adamw_steps_real_numbers(group: Any, in_backward: bool) -> None:
     theirs = partial(optim.AdamW, lr=0.01)
     for stage in (0, 2, 3):
@@ -231,7 +233,7 @@ def test_complex_parameters_are_not_rounded(group: Any, options: dict[str, Any])
     same_bits("weight", inside, model.full_state_dict()["0.weight"])
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 0), (2, 3)])
+@pytest.mark.parametrize(("world_size", "stage"), [slow(1, 3), slow(2, 0), (2, 3)])
 def test_saved_runs_go_on_at_other_numbers_of_ranks(cluster: Any, world_size: int, stage: int, tmp_path: Path) -> None:
     cluster.check(_save, world_size, tmp_path, stage)
     for other in (1, 2, 3):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, Route, ShardLite
+from shardlite import EMA, AdamW, LayoutError, PhaseError, Precision, ShardLite
 from shardlite.params import Flat
 from tests.support.internals import flats
 from tests.support.patience import seconds
@@ -72,6 +72,7 @@ def check_all(model: ShardLite) -> None:
 
 @pytest.mark.parametrize("precision", [Precision(), SPLIT, slow(Precision(compute=torch.bfloat16))])
 @pytest.mark.parametrize(("group", "stage"), [(2, 3), (3, 3), (2, 2), slow(2, 1), (2, 0), (1, 3)], indirect=["group"])
+@pytest.mark.sample(2)
 def test_they_are_those_of_the_full_state_dict(group: Any, stage: int, precision: Precision) -> None:
     """The loop may run between any calls of the model, and leaves no trace in them."""
     model, optimizer = wrapped(group, stage, precision=precision)
@@ -85,18 +86,6 @@ def test_they_are_those_of_the_full_state_dict(group: Any, stage: int, precision
     for each, its_optimizer in ((model, optimizer), (other, its)):
         train(each, its_optimizer, first=2)
     same_states("after the loop", model.full_state_dict(), other.full_state_dict())
-
-
-@pytest.mark.parametrize("transport", ["p2p", "collectives"])
-@pytest.mark.parametrize("group", [2, slow(3)], indirect=True)
-def test_over_other_transports(group: Any, transport: str) -> None:
-    model, optimizer = wrapped(group, route=Route(transport=transport))
-    check_all(model)
-    for i, _ in enumerate(model.full_parameters()):
-        if i == 3:
-            break
-    train(model, optimizer)
-    check_all(model)
 
 
 @pytest.mark.ranks(4)
@@ -209,6 +198,7 @@ def test_a_narrow_dtype_takes_fewer_bytes(group: Any) -> None:
 @pytest.mark.parametrize("max_bytes", [None, 10_000])
 @pytest.mark.parametrize("place", [0, 1, 4])
 @pytest.mark.parametrize("group", [2, 3], indirect=True)
+@pytest.mark.sample(3)
 def test_all_ranks_may_leave_early(group: Any, place: int, max_bytes: int | None) -> None:
     model, optimizer = wrapped(group)
     for i, _ in enumerate(model.full_parameters(max_bytes=max_bytes)):
@@ -312,6 +302,7 @@ def test_one_rank_alone_ends_in_an_error(doomed: Any, call: str, tmp_path: Path)
 
 @pytest.mark.parametrize("precision", [Precision(), Precision(compute=torch.bfloat16)])
 @pytest.mark.parametrize(("group", "stage"), [(2, 3), (3, 3), (2, 2), slow(2, 1), (2, 0), (1, 3)], indirect=["group"])
+@pytest.mark.sample(2)
 def test_a_gradient_is_that_of_a_plain_model(group: Any, stage: int, precision: Precision) -> None:
     """Full gradients have the twin's bits, before and after they are clipped."""
     twin = Twin(net(), dist.get_world_size(group), units=nn.Linear, precision=precision)

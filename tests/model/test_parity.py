@@ -387,6 +387,6 @@ def test_elementwise_optimizers_train_shards_like_full_parameters(cluster, name,
     check_parity(cluster, name, world_size, list(RECIPES), stages=(3,))
 
 
-@pytest.mark.parametrize("name", ["tied", "mixed-dtypes", "no-sync"])
+@pytest.mark.parametrize("name", [slow("tied"), slow("mixed-dtypes"), "no-sync"])
 def test_two_ranks_give_the_bits_of_the_simplest_average(cluster, name):
     check_parity(cluster, name, 2, ["adamw"], mean=simple_mean)

@@ -51,27 +51,6 @@ def test_training_follows_the_twin_of_its_precision(group: Any, name: str, preci
         same_states(f"stage {stage}", pair.model.full_state_dict(), pair.twin.state_dict())
 
 
-@pytest.mark.parametrize(
-    "precision",
-    [
-        Precision(compute=torch.float16),
-        Precision(compute=torch.float16, reduce=torch.float16, output=torch.float32),
-        Precision(compute=torch.bfloat16, reduce=torch.float16),
-        Precision(compute=torch.float64),
-        Precision(compute=torch.float64, reduce=torch.bfloat16),
-    ],
-    ids=lambda p: f"{p.compute}-{p.reduce}".replace("torch.", ""),
-)
-@pytest.mark.ranks(3)
-def test_every_pair_of_dtypes_trains(group: Any, precision: Precision) -> None:
-    """SGD, so that a wrong scale shows."""
-    for stage in some_stages(0, 3):
-        pair = Pair(lambda: MLP([7, 33, 5]), group, stage=stage, recipe="sgd", precision=precision)
-        assert {p.dtype for p in pair.model.module.parameters()} == {precision.compute or torch.float32}
-        for _ in range(3):
-            pair.step(on_rows, ("local", "step"), clip=0.1)
-
-
 # ---- full parameters ------------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import AdamW, LayoutError, ShardLite
 from shardlite.params.layout import ARENA_ALIGN, round_up
@@ -50,18 +49,6 @@ def test_training_follows_a_twin_in_24_bits(group: Any, name: str) -> None:
         pair.step(loss, ("local", "sharded", "step"), clip=0.01)
         if name != "reentrant":  # which warns where there is no gradient
             pair.evaluate(loss)
-
-
-@pytest.mark.parametrize(("kind", "group"), [("ring", 3), slow("hybrid", 4)], indirect=["group"])
-def test_all_stages_have_the_same_bits(group: Any, kind: str) -> None:
-    """All stages have the same bits, with options of stage 3 too."""
-    mesh = init_device_mesh("cpu", (2, 2)) if kind == "hybrid" else group
-    for state in ("fp32", "bf16", "int8"):
-        weights = [
-            trained(mesh, stage=stage, options={"state": state})[0].full_state_dict() for stage in some_stages(0, 3)
-        ]
-        for other in weights[1:]:
-            same_states(f"{state}", other, weights[0])
 
 
 def whole_state(group: Any, state: str, in_backward: bool, stage: int, one_unit: bool = False) -> dict[str, Tensor]:

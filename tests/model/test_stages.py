@@ -6,7 +6,7 @@ Legend: `W` ranks, `P` parameters of the model, here `W*S` for all `W`.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import AdamW, LayoutError, Precision, ShardLite
+from shardlite import LayoutError, Precision, ShardLite
 from tests.support.models.losses import on_tokens
 from tests.support.models.small import MLP, LanguageModel, Residual
-from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, gathers, same_bits
+from tests.support.twins.sharded import WIDE, Loss, Pair, Turn, same_bits
 
 WORLDS = (2, WIDE)
 STAGES = (0, 1, 2, 3)
@@ -32,53 +32,7 @@ def on_rows(width: int) -> Loss:
 # ---- bytes ----------------------------------------------------------------------------------------------------------
 
 
-class Stack(nn.Sequential):
-    """Four layers of 8192 elements, which can be cut in 2 and in 4 with no padding."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            *(nn.Linear(64, 128, bias=False) if i % 2 == 0 else nn.Linear(128, 64, False) for i in range(4))
-        )
-
-
 P = 4 * 8192
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return how many bytes there are in the storages of tensors."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
-
-
-@pytest.mark.ranks(*WORLDS)
-@pytest.mark.parametrize("compute", [None, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("stage", "sharded"), [(0, ""), (1, "moments"), (2, "moments gradients"), (3, "moments gradients parameters")]
-)
-@pytest.mark.sample(2)
-def test_a_rank_keeps_what_zero_says(group: Any, compute: torch.dtype | None, stage: int, sharded: str) -> None:
-    """Check its bytes after a backward, and those of the optimizer after a step."""
-
-    def share(what: str, nbytes: int) -> int:
-        return nbytes // group.size() if what in sharded else nbytes
-
-    model = ShardLite(Stack(), stage=stage, units=nn.Linear, precision=Precision(compute=compute), group=group)
-    optimizer = AdamW(model.parameters())
-    model(torch.randn(3, 64)).float().square().mean().backward()
-    found = {purpose: nbytes for purpose, nbytes in model.ledger.current().items() if nbytes}
-    assert bytes_of(shard.grad for shard in model.parameters()) == found["gradients"]
-    optimizer.step()
-    found["moments"] = bytes_of(state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq"))
-    optimizer.zero_grad()
-    assert model.ledger.current()["gradients"] == 0
-    expected = {"moments": share("moments", 8 * P), "gradients": share("gradients", 4 * P)}
-    if compute is None:
-        expected["parameters"] = share("parameters", 4 * P)
-    else:  # masters are the optimizer's, and bf16 weights are what is computed with
-        expected["parameters"] = share("moments", 4 * P) + (2 * P if stage < 3 else 0)
-    assert {what: found[what] for what in expected} == expected
-    assert "gradient buckets" not in found
-    assert "gather buffers" not in found
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -138,27 +92,6 @@ def test_weights_cannot_be_read_between_a_step_and_the_next_forward(group, stage
         for name, param in own.items():
             if stage < 3:
                 same_bits(f"{name} after a forward", param.detach(), pair.twin.masters[name].detach().to(param.dtype))
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(1, Precision()), (1, BF16), (2, Precision())], ids=str)
-def test_stages_1_and_2_gather_each_unit_once_per_step(group: Any, stage: int, precision: Precision) -> None:
-    pair = Pair(LanguageModel, group, stage=stage, precision=precision)
-    model, once = pair.model, dict.fromkeys(pair.model.unit_names, 1)
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for _ in range(3):
-        model.trace.take()
-        if pair.optimizer.state:  # evaluation is a forward like any other
-            with torch.no_grad():
-                model(tokens)
-            assert gathers(model) == once
-        pair.backward(on_tokens, ("local", "sharded", "step"))
-        assert gathers(model) == ({} if pair.optimizer.state else once)
-        model(tokens)
-        assert gathers(model) == {}
-        model.zero_grad()
-        pair.twin.zero_grad()
-        pair.step(on_tokens)
-        assert gathers(model) == {}
 
 
 # ---- what a forward may do ------------------------------------------------------------------------------------------

@@ -99,19 +99,6 @@ def test_bytes_per_element(state, nbytes):
 # ---- saving and loading --------------------------------------------------------------------------------------------
 
 
-@by_state
-def test_a_state_dict_is_that_of_torch_in_fp32(state):
-    params, optimizer = trained_plain(state)
-    theirs = torch.optim.AdamW(params, **HYPER)
-    theirs.step()
-    saved, expected = optimizer.state_dict()["state"], theirs.state_dict()["state"]
-    assert saved.keys() == expected.keys()
-    for mine, other in ((saved[key], expected[key]) for key in saved):
-        assert list(mine) == list(other)
-        described = [[(value.shape, value.dtype) for value in each.values()] for each in (mine, other)]
-        assert described[0] == described[1]
-
-
 @narrow_states
 def test_a_state_dict_says_what_the_codes_stand_for(state):
     """And is no view of them: training goes on without changing it."""
@@ -200,23 +187,6 @@ def test_copies_of_plain_parameters_go_on_with_the_same_bits(how, in_backward):
     assert_same(list(twin.state_dict().values()), list(before.values()))
     train(twin, twin_optimizer, range(3, 6))
     assert_same(list(twin.parameters()), list(model.parameters()))
-
-
-@by_state
-def test_a_moment_that_was_replaced_by_hand_counts(state):
-    """In fp32, as a program that edits the state would."""
-    params, optimizer = trained_plain(state)
-    for param in params:
-        optimizer.state[param] = {
-            "step": torch.tensor(9.0),
-            "exp_avg": torch.full_like(param.data, 0.25),
-            "exp_avg_sq": torch.full_like(param.data, 0.0625),
-        }
-    saved = optimizer.state_dict()["state"]
-    step_plain(params, optimizer, [0])
-    assert {entry["step"].item() for entry in entries(optimizer)} == {10.0}
-    assert all((entry["exp_avg"] == 0.25).all() for entry in saved.values())
-    assert all(entry["exp_avg"].dtype == FORMATS[state] for entry in entries(optimizer))
 
 
 def test_groups_share_one_format_and_have_limits_of_their_own():

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim import AdamW, accumulating
-from tests.support.optim_cases import HYPER, assert_same, loss_of, make_arena, place_shards, small_model, train
+from tests.support.optim_cases import HYPER, assert_same, loss_of, place_shards, small_model, train
 from tests.support.twins.sharded import take_step
 
 by_state = pytest.mark.parametrize("state", FORMATS)
@@ -62,28 +62,6 @@ def test_weights_are_new_and_gradients_gone_before_step():
     optimizer.step()
     assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
     assert_same(list(model.parameters()), after)
-
-
-def test_step_without_a_backward_does_nothing():
-    model = small_model()
-    optimizer = AdamW(model.parameters(), **HYPER, in_backward=True)
-    optimizer.step()
-    train(model, optimizer, [0])
-    after = copy.deepcopy(list(model.parameters()))
-    optimizer.step()
-    assert_same(list(model.parameters()), after)
-    assert {entry["step"].item() for entry in optimizer.state.values()} == {1.0}
-
-
-def test_zero_grad_may_be_called_anywhere():
-    def act(model, optimizer):
-        for seed in range(3):
-            loss_of(model, seed).backward()
-            optimizer.zero_grad() if optimizer.in_backward else None
-            take_step(optimizer)
-            model.zero_grad()
-
-    compared(act)
 
 
 def test_a_second_backward_before_step_is_refused():
@@ -148,20 +126,6 @@ def test_a_closure_has_its_backward_inside():
     compared(act)
 
 
-def test_schedulers_and_groups():
-    runs = []
-    for in_backward in (False, True):
-        model = small_model()
-        groups = [{"params": model[0].parameters(), "weight_decay": 0.0}, {"params": model[2].parameters(), "lr": 0.3}]
-        optimizer = AdamW(groups, **HYPER, in_backward=in_backward)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for seed in range(4):
-            train(model, optimizer, [seed])
-            scheduler.step()
-        runs.append((model, optimizer))
-    assert_same_runs(*runs)
-
-
 def test_a_group_that_is_added_later_is_stepped_too():
     runs = []
     for in_backward in (False, True):
@@ -214,20 +178,6 @@ def test_frozen_parameters_are_left_alone_until_they_are_trained():
 
     runs = compared(act)
     assert runs[1][1].state[runs[1][0][0].weight]["step"].item() == 2.0
-
-
-@by_state
-def test_parameters_of_an_arena(state):
-    arenas = make_arena(), make_arena()
-    for arena, in_backward in zip(arenas, (False, True), strict=True):
-        for param in arena.params:
-            param.grad = None
-        optimizer = AdamW(arena.params, **HYPER, state=state, in_backward=in_backward)
-        for seed in range(4):
-            torch.manual_seed(seed)
-            take_step(optimizer, sum((param * torch.randn_like(param)).sum() for param in arena.params))
-    for mine, theirs in zip(arenas[1].params, arenas[0].params, strict=True):
-        assert_same(mine.data, theirs.data)
 
 
 @by_state

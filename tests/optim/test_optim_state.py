@@ -30,17 +30,6 @@ def copy_of(arena):
     return twin
 
 
-def test_state_lies_in_one_buffer_at_the_offsets_of_the_parameters():
-    arena, optimizer = trained()
-    for name in ("exp_avg", "exp_avg_sq"):
-        views = [optimizer.state[param][name] for param in arena.params]
-        assert len({view.untyped_storage().data_ptr() for view in views}) == 1
-        assert [view.storage_offset() for view in views] == [param.storage_offset() for param in arena.params]
-        assert [view.shape for view in views] == [param.shape for param in arena.params]
-    step = optimizer.state[arena.params[0]]["step"]
-    assert (step.shape, step.dtype, step.item()) == ((), torch.float32, 3.0)
-
-
 def test_loading_keeps_the_arenas_that_are_there():
     arena, optimizer = trained()
     saved = copy.deepcopy(optimizer.state_dict())
@@ -77,13 +66,6 @@ def test_we_continue_the_state_of_torch(fused):
     for group in twin_optimizer.param_groups:
         group["fused"] = True
     check_both_continue_alike(arena, optimizer, twin, twin_optimizer)
-
-
-def test_a_cleared_state_starts_anew():
-    arena, optimizer = trained()
-    optimizer.state.clear()
-    twin = copy_of(arena)
-    check_both_continue_alike(arena, optimizer, twin, AdamW(twin.params, **HYPER))
 
 
 def test_parameters_that_moved_take_their_state_along():

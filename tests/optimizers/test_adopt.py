@@ -56,6 +56,7 @@ def take_steps(model: nn.Module, optimizer: optim.Optimizer, scheduler: LambdaLR
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.sample(2)
 def test_a_run_goes_on_with_states_and_scheduler(group: Any, kind: str) -> None:
     """With 2^n equal gradients the mean is exact, so weights equal those of a run that was never wrapped."""
     for stage in (0, 1, 2, 3):

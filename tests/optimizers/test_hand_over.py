@@ -3,7 +3,6 @@
 import copy
 import gc
 
-import pytest
 import torch
 from torch import nn
 
@@ -45,65 +44,12 @@ def step(optimizer, params, seed):
     optimizer.step()
 
 
-def step_shards(optimizer, params, shards, part, seed):
-    set_grads(params, seed)
-    for param, shard in shards.items():
-        shard.grad = part(param, param.grad).clone()
-    optimizer.step()
-
-
 def trained():
     """Whole parameters that were stepped once, with their optimizer, and the shards that they are to become."""
     params = whole_params()
     optimizer = AdamW(params, **HYPER)
     step(optimizer, params, 0)
     return params, optimizer, *shards_of(params)
-
-
-def copied(params):
-    return [nn.Parameter(param.detach().clone()) for param in params]
-
-
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_training_goes_on_where_it_was(steps_before):
-    params = whole_params()
-    whole = copied(params)
-    optimizer, whole_optimizer = AdamW(params, **HYPER), AdamW(whole, **HYPER)
-    for seed in range(steps_before):
-        step(optimizer, params, seed)
-        step(whole_optimizer, whole, seed)
-    shards, part = shards_of(params)
-    adopt(shards, part)
-    assert optimizer.param_groups[0]["params"] == list(shards.values())
-    assert len(optimizer.state) == (len(params) if steps_before else 0)
-    for seed in (10, 11):
-        step_shards(optimizer, params, shards, part, seed)
-        step(whole_optimizer, whole, seed)
-    assert set(optimizer.state) == set(shards.values())
-    for twin, (param, shard) in zip(whole, shards.items(), strict=True):
-        mine, theirs = optimizer.state[shard], whole_optimizer.state[twin]
-        assert mine["step"].item() == theirs["step"].item() == steps_before + 2
-        assert_same(shard.data, part(param, twin.data))
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert_same(mine[name], part(param, theirs[name]))
-
-
-def test_groups_and_schedulers_stay():
-    params = whole_params()
-    named = [(f"layer.{index}", param) for index, param in enumerate(params)]
-    optimizer = AdamW([{"params": named[:2], "weight_decay": 0.5}, {"params": named[2:], "lr": 0.5}], **HYPER)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    groups, lists = list(optimizer.param_groups), [group["params"] for group in optimizer.param_groups]
-    shards, part = shards_of(params)
-    adopt(shards, part)
-    step_shards(optimizer, params, shards, part, 0)
-    scheduler.step()
-    assert all(mine is before for mine, before in zip(optimizer.param_groups, groups, strict=True))
-    assert all(group["params"] is before for group, before in zip(groups, lists, strict=True))
-    assert [group["lr"] for group in optimizer.param_groups] == [HYPER["lr"] / 2, 0.25]
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, HYPER["weight_decay"]]
-    assert optimizer.param_groups[1]["param_names"] == ["layer.2", "layer.3", "layer.4"]
-    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
 
 
 def test_doing_it_again_changes_nothing():
@@ -116,21 +62,6 @@ def test_doing_it_again_changes_nothing():
     adopt(shards, part)
     assert optimizer.state == before
     assert optimizer.param_groups[0]["params"] == list(shards.values())
-
-
-def test_what_is_not_of_the_model_stays():
-    params, extra = whole_params(), nn.Parameter(torch.ones(5))
-    optimizer, other = AdamW([extra, *params], **HYPER), AdamW([extra], **HYPER)
-    step(optimizer, [extra, *params], 0)
-    other.step()
-    moment = optimizer.state[extra]["exp_avg"].clone()
-    plan = other._layout
-    shards, part = shards_of(params)
-    adopt(shards, part)
-    assert optimizer.param_groups[0]["params"] == [extra, *shards.values()]
-    assert other.param_groups[0]["params"] == [extra]
-    assert other._layout is plan
-    assert_same(optimizer.state[extra]["exp_avg"], moment)
 
 
 def test_a_frozen_parameter_takes_its_state_along():

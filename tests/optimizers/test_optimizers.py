@@ -140,25 +140,6 @@ def test_a_model_can_be_wrapped_in_the_middle_of_training(group: Any) -> None:
             assert optimizer.state[shard]["exp_avg"].shape == shard.shape
 
 
-def test_an_adopted_optimizer_may_hold_more_than_the_model(group: Any) -> None:
-    """What is not of the model stays in the optimizer, and each rank trains its own."""
-    for stage in (0, 3):
-        module, other = net(), nn.Parameter(torch.arange(32.0))
-        twin_other = nn.Parameter(torch.arange(32.0))
-        optimizer = OURS[0]([other, *module.parameters()])
-        trained = Trained(module, group, stage=stage)
-        theirs = OURS[1]([twin_other, *trained.twin.masters.values()])
-        for step in range(3):
-            trained.backward(step)
-            for each in (other, twin_other):
-                (each.square().sum() * (1 + trained.rank)).backward()
-            for each in (optimizer, theirs):
-                take_step(each)
-            trained.check(f"step {step}")
-            same_bits("outside of the model", other.detach(), twin_other.detach())
-        assert optimizer.param_groups[0]["params"][0] is other
-
-
 FOREIGN: list[Make] = [
     lambda p: optim.SGD(p, lr=0.1),
     lambda p: optim.AdamW(p, fused=True),

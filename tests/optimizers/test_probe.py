@@ -15,7 +15,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardlite.optimizers import probe
 from shardlite.optimizers.probe import Verdict, probe_shards, probe_whole
-from tests.support.twins.sharded import take_step
 
 SHAPES = ((5,), (6, 4), (2, 3, 4, 5), ())
 
@@ -463,13 +462,6 @@ def test_the_state_of_the_program_does_not_matter(around: Callable[[], Any]) -> 
     optimizers = [kind(parameters()) for kind in (optim.SGD, Lookahead, LAMB)]
     with around():
         assert [probe_shards(each).same for each in optimizers] == [True, True, False]
-
-
-def test_a_step_follows_a_probe() -> None:
-    optimizer = optim.AdamW(params := parameters())
-    probe_shards(optimizer)
-    take_step(optimizer, sum(param.sum() for param in params))
-    assert not any(param.eq(1).any() for param in params)
 
 
 class TrainsOnly(Own):

@@ -89,34 +89,6 @@ def test_with_rows_no_page_says_that_no_gpu_has_run(tmp_path, results):
     assert "AssertionError: 3 sums are wrong" in new
 
 
-@pytest.mark.parametrize(
-    ("rows", "has"),
-    [
-        (
-            [STEP | {"system": "exact", "error": "OutOfMemoryError: no"}, {"probe": "fake8", "bandwidth_gbps": 310}],
-            False,
-        ),
-        ([{"probe": "bits", "kernel": "adamw", "format": "fp32", "contract": "bits"}], True),
-        (FOUND, True),
-    ],
-)
-def test_only_a_result_contradicts_the_pages(tmp_path, results, rows, has):
-    landed(folder_with(tmp_path, rows), results)
-    assert gpu_has_run(results) == has
-    text = (ROOT / "docs" / "measured.md").read_text()
-    if has or not gpu_has_run():  # with the first rows of a GPU the sentences go for good
-        assert any(sentence in with_new_tables(text, results) for sentence in SENTENCES) != has
-
-
-def test_a_later_run_of_some_probes_leaves_the_tables_of_the_others(tmp_path, results):
-    landed(folder_with(tmp_path, FOUND), results)
-    bits = {"probe": "bits", "kernel": "adamw", "format": "fp32", "contract": "bits", "date": "2026-02-03"}
-    landed(folder_with(tmp_path, [bits]), results)
-    new = with_new_tables((ROOT / "docs" / "measured.md").read_text(), results)
-    assert "| gpt2-xl | exact | 117.50 | 0.90 |" in new
-    assert "NVIDIA Made-up 9000, torch 2.11.0, 2026-02-03." in new
-
-
 def test_the_page_for_a_gpu_of_your_own_names_every_probe():
     text = (ROOT / "docs" / "gpu.md").read_text()
     for probe in PROBES:

@@ -1,8 +1,6 @@
 """The cluster of the tests: seeds, warnings, and reports of ranks that fail, die or hang."""
 
 import os
-import subprocess
-import sys
 import warnings
 from contextlib import closing
 from threading import Event
@@ -11,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.patience import seconds
-from tests.support.ranks import forkserver
-from tests.support.ranks.cluster import Cluster, RemoteError, without_repetition
+from tests.support.ranks.cluster import Cluster, RemoteError
 
 
 def waits_for_good(group: Any) -> None:
@@ -30,51 +26,6 @@ def test_a_rank_that_hangs_says_where(fork_server, call):
             call(gloo, waits_for_good, 2)
         gloo.timeout = seconds(60)
         assert gloo.run(dist.get_rank, 2) == [0, 1], "new processes answer"
-
-
-def test_a_fork_server_that_hangs_is_an_error(monkeypatch):
-    sleeping = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    server = subprocess.Popen(sleeping, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(forkserver, "_start", lambda environment: server)
-    monkeypatch.setattr(forkserver, "_ANSWER", 0.1)
-    asked = forkserver.ForkServer()
-    with pytest.raises(AssertionError, match="the fork server does not answer to 'statuses'"):
-        asked.kill([1])
-    assert server.returncode is not None
-    asked.close()
-
-
-def timeouts(group: Any) -> list[float]:
-    made = dist.new_group(list(range(group.size())))
-    mesh = init_device_mesh("cpu", (1, group.size()))
-    every = [group, made, mesh.get_group(0), mesh.get_group(1)]
-    return [each._get_backend(torch.device("cpu")).options._timeout.total_seconds() for each in every]
-
-
-def test_no_group_waits_longer_than_the_cluster_does(cluster):
-    for each in cluster.run(timeouts, 2):
-        assert max(each) < cluster.timeout
-
-
-def sum_over_new_groups(group: Any, pairs: list[list[int]]) -> float:
-    made = [dist.new_group(ranks) for ranks in pairs]
-    own = next(each for each, ranks in zip(made, pairs, strict=True) if dist.get_rank() in ranks)
-    total = torch.ones(())
-    dist.all_reduce(total, group=own)
-    return total.item()
-
-
-def test_groups_of_some_ranks_leave_later_groups_alone(cluster):
-    for _ in range(2):
-        assert cluster.run(sum_over_new_groups, 3, [[0, 1, 2]]) == [3.0] * 3  # rank 3 does not hear of this group
-        assert cluster.run(sum_over_new_groups, 4, [[0, 1], [2, 3]]) == [2.0] * 4
-
-
-def test_the_main_thread_comes_first_and_each_stack_once():
-    idle, main = '  File "a.py", line 1 in idle\n  File "b.py", line 2 in run', '  File "c.py", line 3 in waits'
-    threads = "\n\n".join(f"Thread 0x{n:016x} (most recent call first):\n{idle}" for n in range(5))
-    text = without_repetition(f"said before\n{threads}\n\nCurrent thread 0x00ff (most recent call first):\n{main}\n")
-    assert text == f"said before\n1 thread:\n{main}\n5 threads:\n{idle}"
 
 
 def describe(group, *, factor):

@@ -146,6 +146,7 @@ ALLOCATED = [
 
 
 @pytest.mark.parametrize("name", ALLOCATED)
+@pytest.mark.sample(2)
 def test_a_steady_step_allocates_buckets_alone(name):
     with Gpu().ranks(WORLD_SIZE), allocations() as allocated:
         training = Training(**RUNS[name])

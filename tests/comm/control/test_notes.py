@@ -69,42 +69,6 @@ def test_the_first_note_stays(clock):
     assert other.compare("", "too late") == "\n  Meanwhile rank 0: reduce-scatter at step 4", "it has failed for good"
 
 
-def look(rank):
-    """Return from one fixed line of the program."""
-    return rank.deadlock_reason()
-
-
-def test_who_sees_a_standstill_first_tells_the_others():
-    board, waits = SharedBoard(), SharedBoard()
-    first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
-    operations = "an all-gather", "a sum"
-    for rank, operation in zip((first, second), operations, strict=True):
-        rank.begin_operation(operation)
-    try:
-        assert look(second) == ""
-        assert [look(first) for _ in range(3)] == [""] * 3, "the other rank has said so once only"
-        assert look(second) == look(second) == ""
-        why = look(first)
-        first.record_progress()  # its program may do anything after the error, but never waits there again
-        assert look(second) == why == look(first)
-        assert all(operation in why for operation in operations)
-    finally:
-        for rank, operation in zip((first, second), operations, strict=True):
-            rank.end_operation(operation)
-
-
-def test_a_rank_that_goes_on_is_in_no_standstill():
-    board, waits = SharedBoard(), SharedBoard()
-    first, second = (FailureReports(board, rank, 2, waits=waits) for rank in range(2))
-    first.begin_operation(operation := "an all-gather")
-    try:
-        for _ in range(6):
-            assert look(first) == look(second) == ""
-            second.record_progress()
-    finally:
-        first.end_operation(operation)
-
-
 def test_an_error_is_logged_before_the_others_are_asked(clock, caplog):
     class Gone(SharedBoard):
         def read(self, rank):

@@ -231,6 +231,7 @@ def test_a_steady_step_waits_for_nothing(name):
 
 
 @EVERY_RUN
+@pytest.mark.sample(2)
 def test_a_step_can_be_captured(name):
     gpu = Gpu(lag=3)
     with gpu.ranks(WORLD_SIZE):
@@ -262,6 +263,7 @@ def steady(*, captured, **options):
 
 
 @EVERY_RUN
+@pytest.mark.sample(2)
 def test_a_captured_step_orders_nothing_that_a_launched_one_does_not(name):
     """Except for the hosts' negotiation, which a graph does not have."""
     assert steady(captured=True, **RUNS[name])[1] == steady(captured=False, **RUNS[name])[1]
@@ -351,6 +353,7 @@ def test_counts_that_differ_are_found_on_a_gpu():
 
 @pytest.mark.parametrize("parts", [WORLD_SIZE, 2 * WORLD_SIZE])
 @pytest.mark.parametrize("left_out", [None, 1, 2, 4])
+@pytest.mark.sample(2)
 def test_sums_over_parts(parts, left_out):
     gpu = Gpu(1)
     with gpu.ranks(WORLD_SIZE):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardlite import LayoutError, Route, ShardLite
 from shardlite.comm import context
 from shardlite.comm.transport import nccl
-from shardlite.comm.transport.nccl import Communicator, NcclTransport
+from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.errors import CommError
 from shardlite.lab.fake_group import as_over_nccl, fake_group
@@ -267,20 +267,6 @@ def test_a_model_takes_a_route(group):
     assert "transport=GlooTransport, algorithm=direct" in repr(model)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"route": "p2p"}, r"route takes a shardlite\.Route, got 'p2p'"),
-        ({"transprot": "p2p"}, r"ShardLite\.__init__\(\) got an unexpected keyword argument 'transprot'"),
-        ({"precision": "bf16"}, r"precision takes a shardlite\.Precision, got 'bf16'"),
-    ],
-    ids=str,
-)
-def test_unknown_options_are_refused(group, options, message):
-    with pytest.raises(TypeError, match=f"^{message}"):
-        ShardLite(torch.nn.Linear(4, 4), group=group, **options)
-
-
 # ---- registered memory ----------------------------------------------------------------------------------------------
 
 
@@ -308,14 +294,6 @@ def test_a_rank_without_the_allocator_is_an_error_on_all(group):
 # ---- order ----------------------------------------------------------------------------------------------------------
 
 
-class Stream:
-    def __init__(self):
-        self.waits = []
-
-    def wait_stream(self, other):
-        self.waits.append(other)
-
-
 @contextmanager
 def on(stream, *, captured=False):
     """Let a stream be the current one."""
@@ -324,25 +302,6 @@ def on(stream, *, captured=False):
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured),
     ):
         yield
-
-
-def test_an_operation_waits_for_one_on_another_stream():
-    one, other = Stream(), Stream()
-    shared = Communicator("shared", None, CUDA, None)
-    for stream in (one, one, other, other, one):
-        with on(stream):
-            shared.turn()
-    assert (one.waits, other.waits) == ([other], [one])
-    assert shared.operations == 5
-
-
-def test_a_stream_that_is_captured_waits_for_none_that_is_not():
-    one, other, third = Stream(), Stream(), Stream()
-    shared = Communicator("shared", None, CUDA, None)
-    for stream, captured in ((one, False), (other, True), (third, True), (one, False)):
-        with on(stream, captured=captured):
-            shared.turn()
-    assert (one.waits, other.waits, third.waits) == ([], [], [other])
 
 
 def test_every_exchange_counts(group):

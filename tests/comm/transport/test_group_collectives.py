@@ -7,7 +7,6 @@ Legend: `W` ranks.
 
 import re
 from collections import Counter
-from dataclasses import replace
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -59,31 +58,6 @@ def test_gathers_by_the_process_group_have_the_same_bits(group, name):
     """As over NCCL: with equal segments in place, and with others in rows that are padded."""
     with patch.object(GlooCollectives, "all_gather", GroupCollectives.all_gather):
         trained(*MODELS[name], group, stage=3, route=COLLECTIVES)
-
-
-@pytest.mark.parametrize("in_backward", [False, True])
-@pytest.mark.parametrize(
-    ("size", "stage", "optimizer", "options"),
-    [
-        (2, 3, {}, {"precision": NARROW_WIRE}),
-        (3, 3, {"state": "int8"}, {"precision": replace(SPLIT, quantized_gather=True)}),
-        (2, 0, {}, {}),
-        slow(3, 2, {"state": "bf16"}, {"precision": NARROW_WIRE}),
-        slow(4, 1, {"max_update": 0.5}, {}),
-    ],
-)
-@pytest.mark.sample(3)
-def test_every_format_has_the_bits_of_messages(cluster, size, stage, in_backward, optimizer, options):
-    cluster.check(train_over_both, size, stage, "auto", in_backward, optimizer, options)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-def test_replicas_have_the_same_bits(group):
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    pair = Pair(LanguageModel, mesh, replicas=2, route=COLLECTIVES)
-    for _ in range(2):
-        pair.step(on_tokens, clip=0.01)
 
 
 LONG = patch.object(group_collectives, "SLICE_NBYTES", 256)

@@ -143,11 +143,6 @@ def test_a_late_rank_pulls_what_was_shown_to_it():
     assert run_memories(pull_late, 2, threading.Event()) == [[[0.0, 1.0], [10.0, 11.0], [20.0, 21.0]]] * 2
 
 
-def test_one_window_would_not_be_enough(monkeypatch):
-    monkeypatch.setattr(symmetric, "_WINDOWS", 1)
-    assert run_memories(pull_late, 2, threading.Event())[1][0] == [10.0, 1.0]
-
-
 def test_gathers_and_reductions_at_the_same_time_do_not_mix():
     """Each over a transport of its own, as a training step has them."""
     cases = [Case(3001 + i, torch.float32, 1 << 12) for i in range(3)]
@@ -335,9 +330,3 @@ def test_it_is_connected_where_it_is_asked_for(group, backends):
     expected = "SymmetricMemoryTransport", group.rank(), 2
     assert [(type(each).__name__, each.rank, each.world_size) for each in made] == [expected] * 2
     assert asked == [((64 << 20,), (1,), torch.uint8, str(device))] * 2
-
-
-@pytest.mark.ranks(1)
-def test_one_rank_needs_none(group):
-    with machine():
-        assert isinstance(connect(group, CUDA, AMPLE, route=Route(transport="symmetric_memory")), StagedTransport)

@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardlite import LayoutError, Precision, ShardLite
+from shardlite import LayoutError
 from shardlite.comm.chunking import cut_up
 from shardlite.comm.collectives import all_gather, all_reduce, staging_numel
 from shardlite.comm.operation import Operation
@@ -30,22 +29,19 @@ from shardlite.comm.transport.select import connect
 from shardlite.comm.transport.shared_memory import rendezvous
 from shardlite.comm.transport.two_level import TwoLevelCollectives
 from shardlite.config import Route
-from tests.support.internals import units
 from tests.support.logs import logged
-from tests.support.models.losses import MODELS, on_rows, on_tokens
-from tests.support.models.small import MLP, LanguageModel
+from tests.support.models.losses import MODELS, on_rows
+from tests.support.models.small import MLP
 from tests.support.patience import seconds
 from tests.support.ranks.cluster import run_local
-from tests.support.transports.both_ways import train_over_both
 from tests.support.transports.calls import reduce_scatter
 from tests.support.transports.ring_cases import FLOATS, Case, add, assert_equal_bits, cases_for, tensor_of
 from tests.support.twins.plain import add_round
-from tests.support.twins.sharded import STAGES, Pair, Turn, slow
+from tests.support.twins.sharded import STAGES, Pair, slow
 
 CPU = torch.device("cpu")
 AMPLE = timedelta(seconds=seconds(30))
 LEVELS = Route(transport="collectives", algorithm="hierarchical")
-NARROW_WIRE = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
 
 
 @contextmanager
@@ -272,37 +268,6 @@ def test_every_stage_has_the_bits_of_the_written_out_order(group, name, recipe):
         pair.twin._mean = partial(two_level_mean, 2)
         pair.step(loss)
         pair.step(loss, ("local", "step"), clip=0.01)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("stage", "in_backward", "options"),
-    [(3, True, {"precision": NARROW_WIRE}), (2, False, {}), slow(0, True, {}), slow(3, True, {})],
-)
-def test_training_has_the_bits_of_messages(group, stage, in_backward, options):
-    with hosts_of(2):
-        train_over_both(group, stage, "hierarchical", in_backward, {}, options)
-
-
-@pytest.mark.ranks(4)
-def test_traffic_has_the_bytes_across_nodes(group):
-    """Of a bucket of `n` bytes, 2 nodes of 2: `(N-1)/N n/L` across with full sharding, and twice that with replicas."""
-    del group
-    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
-    found = []
-    for ranks, route in ((None, LEVELS), (mesh, Route(transport="collectives"))):
-        with hosts_of(2):
-            model = ShardLite(LanguageModel(), group=ranks, route=route)
-        on_tokens(model, Turn(0, dist.get_rank(), 0)).backward()
-        sizes = {unit.name: 4 * sum(flat.gradients.full_numel for flat in unit.flats) for unit in units(model)}
-        found.append((sizes, {unit: dict(sent) for unit, sent in model.traffic().items()}))
-    (sizes, levels), (halves, hybrid) = found
-    for unit, nbytes in sizes.items():
-        reduce = levels[unit]["reduce"]
-        assert (reduce.nbytes, reduce.across) == (nbytes * 3 // 4, nbytes // 4)
-    for unit, nbytes in halves.items():
-        assert hybrid[unit]["reduce"].nbytes == nbytes // 2
-        assert hybrid[unit]["reduce over replicas"].nbytes == nbytes // 2
 
 
 # ---- who gets them, and errors --------------------------------------------------------------------------------------

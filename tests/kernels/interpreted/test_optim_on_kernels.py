@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardlite.optim import counts
 from shardlite.optim.adamw import AdamW
 from tests.kernels.bits import assert_all_same_bits, assert_same_bits
-from tests.support.optim_cases import HYPER, SCENARIOS, Alone, by_reference, flags, make_arena, small_model
+from tests.support.optim_cases import HYPER, SCENARIOS, by_reference, flags, make_arena, small_model
 
 
 @pytest.fixture
@@ -28,6 +28,7 @@ def launches(monkeypatch):
 @pytest.mark.usefixtures("fused")
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("moments", FORMATS)
+@pytest.mark.sample(2)
 def test_steps_are_those_of_the_reference(launches, moments, name):
     """Of each parameter alone, in one launch, also across parameters without a gradient."""
     SCENARIOS[name].run(moments, by_reference)
@@ -54,39 +55,6 @@ def test_a_scale_divides_nothing_of_a_parameter_without_a_gradient(launches):
     expected = before / 4
     expected[64:128] = before[64:128]
     assert_same_bits(arena.flat_grad, expected)
-
-
-@pytest.mark.usefixtures("fused")
-def test_groups_have_their_own_hyper_parameters(launches):
-    arena = make_arena([64, 64, 64])
-    first, second, third = arena.params
-    alone = Alone([second, third, first], update=by_reference)
-    groups = [{"params": [second], "lr": 0.5, "eps": 1e-3}, {"params": [third]}, {"params": [first], "max_update": 0.3}]
-    optimizer = AdamW(groups, **HYPER)
-    for seed in range(3):
-        arena.new_grads(seed)
-        alone.step(each=[{"lr": 0.5, "eps": 1e-3}, {}, {"max_update": 0.3}])
-        optimizer.step()
-    alone.assert_same(optimizer)
-    assert launches == [192] * 3
-
-
-def test_a_loaded_state_goes_on():
-    arena, twin = make_arena([64, 32, 96]), make_arena([64, 32, 96])
-    optimizer, twin_optimizer = AdamW(arena.params, **HYPER), AdamW(twin.params, **HYPER)
-    for seed in range(4):
-        for each in (arena, twin):
-            each.new_grads(seed)
-            each.params[seed % 3].grad = None
-        optimizer.step()
-        if seed == 2:
-            twin_optimizer = AdamW(twin.params)
-            twin_optimizer.load_state_dict(optimizer.state_dict())
-        else:
-            twin_optimizer.step()
-        if seed == 2:
-            twin.flat.copy_(arena.flat)
-    assert_same_bits(twin.flat, arena.flat)
 
 
 class _NoWaiting(TorchDispatchMode):

@@ -3,7 +3,6 @@
 A body sees only a transport, so each runs on every kind of it.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import NamedTuple
 
@@ -14,7 +13,6 @@ from shardlite.comm.chunking import segment_bounds
 from shardlite.comm.collectives import broadcast, staging_numel
 from shardlite.comm.operation import Operation
 from tests.support.transports.calls import all_gather, all_reduce, reduce_scatter
-from tests.support.transports.delays import Delayed
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 INTEGERS = [torch.int32, torch.int64, torch.uint8]
@@ -151,15 +149,6 @@ def broadcast_everything(transport, cases):
         broadcast(full, transport, source=source, operation=Operation("broadcast", i), chunk_bytes=case.chunk)
         results.append(full)
     return results
-
-
-def two_at_once(transport, cases, seed=0, longest=0.0):
-    """Gathers in one thread and reductions in another, as a training step has them, with delays."""
-    delayed = [Delayed(transport, seed + i, longest=longest) for i in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        gathers = pool.submit(gather_everything, delayed[0], cases)
-        sums = pool.submit(reduce_everything, delayed[1], cases, transport.world_size)
-        return gathers.result(), sums.result()
 
 
 def assert_gathered_and_summed(results, cases):

@@ -57,20 +57,6 @@ def test_a_message_stays_until_it_is_given_back():
     loan.give_back()
 
 
-def test_a_message_that_was_waited_for_frees_its_block():
-    first, second = world(2)
-    for _ in range(2):
-        sent = first.empty(PAGE, CPU)
-        place = first._neighbours.heap.offset_of(sent)
-        departing = first.isend(sent, 1, tag=3)
-        second.irecv(torch.empty(PAGE, dtype=torch.uint8), 0, tag=3).wait()
-        departing.wait()
-        del sent, departing
-        again = first.empty(PAGE, CPU)
-        assert first._neighbours.heap.offset_of(again) == place
-        del again
-
-
 # Mailboxes.
 
 
@@ -98,17 +84,6 @@ def test_announcements_arrive_in_order_and_outgrow_places_and_words(first):
         assert mine.read(0, number + PLACES) is None
         assert theirs.has_place(number + PLACES)
         assert not theirs.has_place(number + PLACES + 1)
-
-
-def test_places_are_free_once_they_were_read():
-    mine, theirs = controls()
-    for number in range(1, PLACES + 1):
-        assert theirs.has_place(number)
-        theirs.announce(announcement(number))
-    assert not theirs.has_place(PLACES + 1)
-    assert mine.read(0, 1) == announcement(1)
-    assert theirs.has_place(PLACES + 1)
-    assert not theirs.has_place(PLACES + 2)
 
 
 def test_any_number_of_receipts_is_signed_in_any_order():
@@ -259,23 +234,6 @@ def test_a_message_whose_place_is_wanted_is_not_taken_yet():
     for _ in range(PLACES):
         first.isend(torch.ones(1), 1, tag=2)
     assert "nothing happened within 0.2 s" in failure(opened.wait)
-
-
-def test_nothing_is_kept_of_messages_that_are_over():
-    first, second = world(2)
-    for tag in range(50):  # each operation at each step has its own
-        for early in (False, True):
-            arriving = None if early else second.irecv(torch.zeros(2), 0, tag)
-            departing = first.isend(torch.ones(2), 1, tag)
-            if early:
-                second._neighbours.progress(departing)
-            (arriving or second.irecv(torch.zeros(2), 0, tag)).wait()
-            departing.wait()
-    for rank in (first._neighbours, second._neighbours):
-        assert not rank._expected
-        assert not rank._early
-        assert not rank._untaken
-        assert not any(each._unannounced for each in rank._controls)
 
 
 # Whether it can be had.
