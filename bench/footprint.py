@@ -22,14 +22,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from shardlite.lab.compared.systems import MEASURED as SYSTEMS
+from shardlite.lab.compared.workloads import WORKLOADS, Workload
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.recorder import measure
 from shardlite.lab.memory.run import RETURNS, Program, be_rank, measure_all
 from shardlite.lab.memory.text import as_markdown, run_stem
 from shardlite.lab.ranks import parser_of
-from shardlite.lab.systems import MEASURED as SYSTEMS
 from shardlite.lab.table import Row, read_rows, write_rows
-from shardlite.lab.workloads import WORKLOADS, Workload
 from shardlite.plan import Source
 
 

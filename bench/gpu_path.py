@@ -3,9 +3,10 @@
     python -m bench.host --gpu-path
 
 trains blocks of GPT-2 (12 parameters, checkpointed) and of Llama (9, not checkpointed) in bf16, as rank 0 of 8. Streams
-and events are simulated (`shardlite.lab.simulated_cuda`); collectives and launches of Triton do nothing. All else runs
-as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference between a
-steady step of 6 blocks and one of 4, divided by 2, so they exclude the work of the root and of the step as a whole.
+and events are simulated (`shardlite.lab.fake.simulated_cuda`); collectives and launches of Triton do nothing. All else
+runs as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference
+between a steady step of 6 blocks and one of 4, divided by 2, so they exclude the work of the root and of the step as a
+whole.
 
 | key | count per block and step |
 |---|---|
@@ -66,15 +67,15 @@ from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
 from shardlite.engine import backward
-from shardlite.lab.fake_group import __file__ as fake_group_file
-from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
+from shardlite.lab.compared.systems import Build
+from shardlite.lab.compared.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
+from shardlite.lab.fake.fake_group import __file__ as fake_group_file
+from shardlite.lab.fake.fake_group import as_one_rank, connect_as_over_nccl, fake_group, operators, replaced
+from shardlite.lab.fake.simulated_cuda import Cuda
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.simulated_cuda import Cuda
-from shardlite.lab.systems import Build
 from shardlite.lab.table import Row, markdown_table, where
 from shardlite.lab.table import render as render_rows
 from shardlite.lab.timer import quantiles
-from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, Workload, llama_blocks, transformers_gpt2
 from shardlite.params import parameters
 from shardlite.weights.saved_tensors import SavedTensorHooks
 

@@ -6,8 +6,8 @@ starts two ranks. Rows go to `bench/results/host-Nranks.jsonl`, one JSON object 
 
     python -m bench.host --fake 8 64 512
 
-instead simulates rank 0 of 8, 64 and 512 ranks (`shardlite.lab.fake_group`). No data is sent, so only the host works.
-The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
+instead simulates rank 0 of 8, 64 and 512 ranks (`shardlite.lab.fake.fake_group`). No data is sent, so only the host
+works. The command also measures sliced reductions of the gradients of a block of Llama 3 8B. Each slice has as few
 elements as possible, because moving elements is the GPU's work. These rows go to `bench/results/host-fake.jsonl`. The
 command leaves out launches by Triton and NCCL, events, kept buffers, clipping and casts to bf16, and blocks of `many`
 have 4 parameters. So it predicts no time on a GPU. It shows how work grows with the number of ranks.
@@ -32,7 +32,8 @@ a test compares. This needs Triton and transformers.
 | `staging_bytes` | bytes of the temporary buffer that the reduction needs on a GPU |
 
 The model `many` has 48 blocks that take almost no time to compute, so a step is mostly the library's work around the
-blocks. On real ranks, the results of all systems are first compared (`shardlite.lab.check`). Systems take turns.
+blocks. On real ranks, the results of all systems are first compared (`shardlite.lab.compared.check`). Systems take
+turns.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ from shardlite.comm.collectives import StoreMean, reduce_scatter, staging_numel
 from shardlite.comm.transport.group_collectives import NcclCollectives
 from shardlite.comm.transport.staging import MOST_CALLS, SHORTEST, rows_numel
 from shardlite.config import Route
-from shardlite.lab.check import verify
-from shardlite.lab.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
+from shardlite.lab.compared.check import verify
+from shardlite.lab.compared.systems import OPTIMIZER, SYSTEMS, TRANSPORTS
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
+from shardlite.lab.fake.fake_group import all_reduce_bucket, as_over_nccl, connect_as_over_nccl, fake_group, launches
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import on_ranks, parser_of
-from shardlite.lab.systems import OPTIMIZER, SYSTEMS, TRANSPORTS
 from shardlite.lab.table import Row, report, write_rows
 from shardlite.lab.timer import WARM_UP, percentile, quantiles, rotated, seconds, time_steps
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL, WORKLOADS, Batch, Workload
 
 CHOSEN = ("floor", "ddp", "fsdp2", "stage0", "stage3")
 CHOSEN_ON_FAKE = ("floor", "ddp", "fsdp2", *TRANSPORTS)

@@ -4,9 +4,9 @@
     python -m bench.step --model small --precision fp32 bf16 --accumulation 1 4 --clip none 1.0
 
 Without `--ranks`, the bench starts two ranks, or one rank per GPU. It measures all combinations of precision,
-accumulation and clipping, each with all systems that support it (`shardlite.lab.matrix`), or with the systems that
-`--systems` names. Results are compared before the measurement (`shardlite.lab.check`). Each model's rows go to
-`bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is
+accumulation and clipping, each with all systems that support it (`shardlite.lab.compared.matrix`), or with the systems
+that `--systems` names. Results are compared before the measurement (`shardlite.lab.compared.check`). Each model's rows
+go to `bench/results/step-MODEL-Nranks.jsonl`. The file name has the suffix `-transports` if `p2p` or `collectives` is
 among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON object per system and combination:
 
 | key | meaning |
@@ -20,7 +20,7 @@ among the systems, `-tree` if `tree` is, and `-cuda` on GPUs. There is one JSON 
 | `peak_bytes` | peak of bytes in tensors during a step, on the rank with the highest peak; meaningless for the floor |
 | `activation_bytes` | bytes that the forward of the plain model saves for its backward, in one micro-batch |
 | `held_vs_fsdp2` | `peak_bytes - activation_bytes`, divided by the same difference of FSDP2 |
-| `tolerance_used` | largest difference found by `shardlite.lab.check`, divided by the allowed one |
+| `tolerance_used` | largest difference found by `shardlite.lab.compared.check`, divided by the allowed one |
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ import torch.distributed as dist
 from shardlite import Route
 from shardlite.cli.launch import default_ranks
 from shardlite.comm.transport.select import choose
-from shardlite.lab.check import verify
-from shardlite.lab.matrix import NAMES, Setting, settings, systems_in
+from shardlite.lab.compared.check import verify
+from shardlite.lab.compared.matrix import NAMES, Setting, settings, systems_in
+from shardlite.lab.compared.systems import ORDERS, TRANSPORTS, Build
+from shardlite.lab.compared.workloads import Workload, chosen
 from shardlite.lab.ranks import device_of_rank, run_bench
-from shardlite.lab.systems import ORDERS, TRANSPORTS, Build
 from shardlite.lab.table import TABLES, Row, cells_of, markdown_table, render, system_name, where, write_rows
 from shardlite.lab.timer import Times, activation_bytes, milliseconds, peak_bytes, percentile, time_steps
-from shardlite.lab.workloads import Workload, chosen
 
 PEERS = ("floor", "fsdp2", "ddp")
 """Systems with which the other systems are compared."""

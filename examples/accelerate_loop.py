@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from shardlite.integrations.accelerate import install
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 from shardlite.lab.train.text import draw_batch, read_corpus
 
 install(stage=3)  # the only line that differs from a program with DistributedDataParallel

@@ -26,7 +26,7 @@ from shardlite.comm import Operation, ProgramStreams, StreamQueue, Transport, Wo
 from shardlite.comm.collectives import SUMMABLE, StoreMean, reduce_scatter
 from shardlite.comm.streams import make_queue
 from shardlite.comm.transport.select import connect
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 
 
 def install(model: nn.Module, route: Route = Route(), timeout: timedelta = timedelta(minutes=10)) -> list[str]:  # noqa: B008

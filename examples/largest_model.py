@@ -31,7 +31,7 @@ import torch.distributed as dist
 from largest_systems import BASE, BATCH, CONTEXT, FAMILY, SYSTEMS, TRAINING, Shape
 
 from shardlite.cli.launch import environment_for, process_group
-from shardlite.lab.gpt import BYTE_VALUES
+from shardlite.lab.compared.gpt import BYTE_VALUES
 from shardlite.telemetry.meter import Meter
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.lab.gpt import BYTE_VALUES, Attention, GPTConfig
+from shardlite.lab.compared.gpt import BYTE_VALUES, Attention, GPTConfig
 
 BATCH, CONTEXT = 2, 64
 HEAD = 64

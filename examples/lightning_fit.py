@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 import shardlite.integrations.lightning  # noqa: F401 - registers the strategy
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 from shardlite.lab.train.text import draw_batch, read_corpus
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardlite import AdamW, ShardLite, load, save
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 from shardlite.lab.train.text import Bytes, draw_batch, read_corpus
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)

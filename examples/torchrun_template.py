@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardlite import AdamW, ShardLite, load, save
 from shardlite.checkpoint import latest
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 from shardlite.lab.train.text import Bytes, read_corpus
 
 CONFIG = GPTConfig(layers=4, width=128, heads=4, context=64)

@@ -28,7 +28,7 @@ from shardlite.model import ModelState, ShardLite
 from shardlite.params import Flat, allocate_arenas
 from shardlite.patches import install, patch
 from shardlite.wrapping import flats_of
-from shardlite.wrapping import set_values as read_from
+from shardlite.wrapping.init import set_values as read_from
 
 __all__ = [
     "Flat",

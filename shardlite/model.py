@@ -25,20 +25,13 @@ from shardlite.config import (
     memory_limit_of,
     with_environment,
 )
-from shardlite.engine import (
-    NO_GRAPH,
-    Batch,
-    PartLoop,
-    capture,
-    cast_floats,
-    connect,
-    disconnect,
-    in_backward,
-    install_patches,
-    method_of_module,
-    running,
-    uncompiled,
-)
+from shardlite.engine import cast_floats, in_backward
+from shardlite.engine.capture import capture
+from shardlite.engine.connect import connect, disconnect, method_of_module, running, uncompiled
+from shardlite.engine.module_hooks import NO_GRAPH
+from shardlite.engine.part_loop import PartLoop
+from shardlite.engine.patches import install_patches
+from shardlite.engine.uneven_inputs import Batch
 from shardlite.errors import LayoutError, PhaseError, check_rank, some_of
 from shardlite.full import NO_COPY
 from shardlite.grads import Mode
@@ -46,16 +39,12 @@ from shardlite.optim import accumulating, living
 from shardlite.optimizers import hand_over, judge
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import outside_transforms
-from shardlite.wrapping import (
-    Init,
-    Options,
-    UnitPolicy,
-    UnitRule,
-    agree_on_plan,
-    broadcast_full,
-    unmark_wrapped,
-    wrap,
-)
+from shardlite.wrapping import Options, UnitPolicy
+from shardlite.wrapping.allocate import wrap
+from shardlite.wrapping.init import Init, broadcast_full
+from shardlite.wrapping.partition import UnitRule
+from shardlite.wrapping.plan import agree_on_plan
+from shardlite.wrapping.validate import unmark_wrapped
 
 
 def _trim(transports: Iterable[Transport]) -> None:

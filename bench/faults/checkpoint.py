@@ -49,11 +49,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from shardlite import AdamW, ShardLite, async_save, load, save, save_in_memory
 from shardlite.checkpoint import BLOCK, begin_writeback
+from shardlite.lab.compared.systems import SYSTEMS
+from shardlite.lab.compared.workloads import WORKLOADS, Workload
 from shardlite.lab.ranks import run_bench
-from shardlite.lab.systems import SYSTEMS
 from shardlite.lab.table import Row, report
 from shardlite.lab.timer import largest, percentile, quantiles, rotated
-from shardlite.lab.workloads import WORKLOADS, Workload
 
 Save = Callable[[Path], "Future[Path] | None"]
 """Function that saves to a new folder. The future completes when an asynchronous save has finished."""

@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardlite.lab.compared.systems import build_shardlite
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import WORKLOADS, Batch, Workload
 from shardlite.lab.ranks import run_bench
-from shardlite.lab.systems import build_shardlite
 from shardlite.lab.table import Row, report
 from shardlite.lab.timer import WARM_UP, percentile, time_steps
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 from shardlite.weights.negotiation import END, Negotiation, Round
 
 

@@ -26,11 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardlite import CommError
+from shardlite.lab.compared.systems import build_shardlite
+from shardlite.lab.compared.workloads import WORKLOADS
 from shardlite.lab.ranks import one_of_them, parser_of, start_ranks
-from shardlite.lab.systems import build_shardlite
 from shardlite.lab.table import Row, report
 from shardlite.lab.timer import WARM_UP, quantiles
-from shardlite.lab.workloads import WORKLOADS
 
 TRANSPORTS = ("shared_memory", "p2p", "collectives")
 """Values of `Route.transport` that are measured."""

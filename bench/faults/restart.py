@@ -40,10 +40,10 @@ import torch.distributed as dist
 
 from shardlite import AdamW, ShardLite, load, save, save_in_memory
 from shardlite.cli.launch import OWN_STORE, torchrun
+from shardlite.lab.compared.systems import SYSTEMS
+from shardlite.lab.compared.workloads import WORKLOADS
 from shardlite.lab.ranks import one_of_them, parser_of
-from shardlite.lab.systems import SYSTEMS
 from shardlite.lab.table import Row, report
-from shardlite.lab.workloads import WORKLOADS
 
 WAYS = ("memory", "disk")
 AFTER = 2

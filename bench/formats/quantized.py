@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import run_bench
 from shardlite.lab.table import Row, report

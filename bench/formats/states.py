@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from shardlite import AdamW, Precision, ShardLite
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.ranks import default_group, parser_of
 from shardlite.lab.table import Row, report

@@ -28,9 +28,9 @@ from bench.gpu.report import Report, Times, free, synchronize, take_turn
 from shardlite import NonFiniteWarning
 from shardlite.comm import streams
 from shardlite.comm.transport import group_collectives
-from shardlite.lab.fake_group import as_one_rank, fake_group, launching_queue
+from shardlite.lab.fake.fake_group import as_one_rank, fake_group, launching_queue
+from shardlite.lab.fake.simulated_cuda import Cuda
 from shardlite.lab.ranks import only_rank
-from shardlite.lab.simulated_cuda import Cuda
 from shardlite.lab.table import RESULTS, read_rows
 from shardlite.lab.timer import percentile
 

@@ -26,11 +26,11 @@ from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import AGAIN, Report, Times, free, in_turns, synchronize
 from shardlite import NonFiniteWarning, Precision
 from shardlite.comm import streams
-from shardlite.lab.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
-from shardlite.lab.systems import ON_GPU, Build
+from shardlite.lab.compared.systems import ON_GPU, Build
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite.lab.fake.fake_group import as_one_rank, connect_as_over_nccl, fake_group, launches, launching_queue
 from shardlite.lab.timer import percentile
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
 from shardlite.plan import Planner, Setting, Source
 
 RANKS = 8

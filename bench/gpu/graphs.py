@@ -37,7 +37,7 @@ from bench.gpu import ROOT
 from bench.gpu.fake_ranks import RANKS, Bench, one_of, workload_of
 from bench.gpu.report import Report, milliseconds
 from shardlite.comm import streams
-from shardlite.lab.workloads import Workload, perceptrons
+from shardlite.lab.compared.workloads import Workload, perceptrons
 
 WAYS = ("plain", "awake", "unfilled", "low priority", "masked")
 _TINY = perceptrons("mlp", blocks=2, width=64, batch=4)  # of a dry run

@@ -26,9 +26,9 @@ from bench.kernels.work import works
 from shardlite.comm import collectives
 from shardlite.comm.transport.group_collectives import NcclCollectives, WholeCollectives
 from shardlite.comm.transport.two_level import TwoLevelCollectives
-from shardlite.lab.fake_group import fake_group
+from shardlite.lab.compared.workloads import LLAMA_BLOCK_NUMEL
+from shardlite.lab.fake.fake_group import fake_group
 from shardlite.lab.timer import percentile
-from shardlite.lab.workloads import LLAMA_BLOCK_NUMEL
 
 RANKS = 4
 """Number of virtual ranks of the ring kernel, each on its own stream."""

@@ -26,8 +26,8 @@ from bench.gpu import ROOT
 from bench.gpu.report import Report, synchronize
 from bench.gpu.several.launch import statuses_of
 from shardlite.config import TransportName
-from shardlite.lab.systems import build_shardlite
-from shardlite.lab.workloads import Workload, perceptrons
+from shardlite.lab.compared.systems import build_shardlite
+from shardlite.lab.compared.workloads import Workload, perceptrons
 
 STEPS = 3
 LIMIT = 30.0
@@ -112,7 +112,7 @@ def _trained(device: torch.device, transport: TransportName) -> tuple[dict[str, 
 
 def _twin(ranks: int, device: torch.device) -> dict[str, Tensor]:
     """Return the weights of a plain model that is trained on the batches of all ranks in one process."""
-    from shardlite.lab.systems import torch_adamw
+    from shardlite.lab.compared.systems import torch_adamw
 
     workload = _workload(device)
     model = workload.model()

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.report import Report, milliseconds
+from shardlite.lab.compared.systems import FORMATS, MIXED, Build, build_plain, build_shardlite, torch_adamw
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
+from shardlite.lab.compared.workloads import compiled as with_compiled_blocks
 from shardlite.lab.ranks import only_rank
-from shardlite.lab.systems import FORMATS, MIXED, Build, build_plain, build_shardlite, torch_adamw
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import WORKLOADS, Batch, Workload, perceptrons, transformers_gpt2
-from shardlite.lab.workloads import compiled as with_compiled_blocks
 
 STEPS = 20
 RATE = 2e-5

@@ -22,9 +22,9 @@ from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of
 from bench.gpu.kernels import all_works, ring_on_streams
 from bench.gpu.report import Report, synchronize
 from bench.kernels.clock import VERIFIED, Work
+from shardlite.lab.compared.systems import FORMATS, Build
+from shardlite.lab.compared.workloads import perceptrons
 from shardlite.lab.ranks import only_rank
-from shardlite.lab.systems import FORMATS, Build
-from shardlite.lab.workloads import perceptrons
 
 PROCESSES = 12
 _LENGTHS = (VERIFIED, 327_680)

@@ -26,10 +26,10 @@ from torch.optim import Muon, Optimizer
 
 from bench.optimizers.peers import PEERS
 from shardlite import ShardLite, WholeParameters
-from shardlite.lab import systems
-from shardlite.lab.systems import ADAMW, OPTIONS, Build, torch_adamw
-from shardlite.lab.trainer import Floor, Trainer, flat, join
-from shardlite.lab.workloads import Workload
+from shardlite.lab.compared import systems
+from shardlite.lab.compared.systems import ADAMW, OPTIONS, Build, torch_adamw
+from shardlite.lab.compared.trainer import Floor, Trainer, flat, join
+from shardlite.lab.compared.workloads import Workload
 from shardlite.optimizers.groups import is_hidden_matrix
 
 MUON: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}

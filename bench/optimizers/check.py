@@ -3,10 +3,10 @@
 `torch.optim.Muon` orthogonalizes in bf16. A difference of one bit in a gradient changes the roundings that follow, so
 results in other orders of addition cannot be compared to the bit. All systems and an exact twin, in which gradients,
 Newton-Schulz and AdamW are in fp64, take the same steps. In the Euclidean norm, the error of any system may be twice
-that of `DistributedDataParallel` (DDP), as `shardlite.lab.check` describes. Only the first loss is compared, because
-later losses depend on the roundings in bf16. The error of DDP is 1 % to 3 % of the change of a matrix, if its gradient
-has full rank. If a batch has fewer rows than a matrix, some singular values of the gradient are 0, and the iteration
-turns the roundings of these into noise of full size. So larger batches are compared (`_enlarged`).
+that of `DistributedDataParallel` (DDP), as `shardlite.lab.compared.check` describes. Only the first loss is compared,
+because later losses depend on the roundings in bf16. The error of DDP is 1 % to 3 % of the change of a matrix, if its
+gradient has full rank. If a batch has fewer rows than a matrix, some singular values of the gradient are 0, and the
+iteration turns the roundings of these into noise of full size. So larger batches are compared (`_enlarged`).
 
 Two ranks add gradients in one order. So ShardLite must then have the bits of DDP.
 """
@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from bench.optimizers.builds import MUON, OURS, both, split
 from bench.optimizers.peers import COEFFICIENTS, STEPS
-from shardlite.lab.check import Expected, Record, ResultError, check, exact_model, record, slack
-from shardlite.lab.matrix import Setting
-from shardlite.lab.systems import Build
+from shardlite.lab.compared.check import Expected, Record, ResultError, check, exact_model, record, slack
+from shardlite.lab.compared.matrix import Setting
+from shardlite.lab.compared.systems import Build
+from shardlite.lab.compared.trainer import Trainer, flat
+from shardlite.lab.compared.workloads import Workload
 from shardlite.lab.timer import largest
-from shardlite.lab.trainer import Trainer, flat
-from shardlite.lab.workloads import Workload
 
 
 class ExactMuon(Optimizer):

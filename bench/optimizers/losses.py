@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardlite import ShardLite
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.plots import COLOURS, draw_curves, new_figure, save
 from shardlite.lab.ranks import run_bench

@@ -37,11 +37,11 @@ from bench.optimizers.check import verify
 from bench.optimizers.libraries import installed
 from bench.optimizers.peers import missing
 from bench.optimizers.wire import sent_in_update
+from shardlite.lab.compared.systems import Build
+from shardlite.lab.compared.workloads import Workload, chosen
 from shardlite.lab.ranks import run_bench
-from shardlite.lab.systems import Build
 from shardlite.lab.table import Row, render, write_rows
 from shardlite.lab.timer import activation_bytes, largest, milliseconds, peak_bytes, percentile, time_steps
-from shardlite.lab.workloads import Workload, chosen
 
 
 def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group: dist.ProcessGroup) -> list[Row]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardlite import ShardLite
-from shardlite.lab.trainer import Trainer
+from shardlite.lab.compared.trainer import Trainer
 
 _LOCAL = ("wait_tensor", "_wrap_tensor_autograd")
 """Operators of the same namespaces that send no tensors."""

@@ -25,7 +25,7 @@ from shardlite.comm.traffic import Tally
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.select import connect
 from shardlite.config import Route, TransportName
-from shardlite.lab.check import UNIT_ROUNDOFF, ResultError
+from shardlite.lab.compared.check import UNIT_ROUNDOFF, ResultError
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce"]
 

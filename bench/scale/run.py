@@ -39,14 +39,14 @@ from bench.ring.cases import GLOO, System
 from bench.scale import simulated
 from bench.scale.results import paint
 from shardlite.cli import usage_errors
-from shardlite.lab.check import verify
+from shardlite.lab.compared.check import verify
+from shardlite.lab.compared.systems import SYSTEMS, Build
+from shardlite.lab.compared.workloads import WORKLOADS, Batch, Workload
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.ranks import one_of_them, parser_of, start_ranks
-from shardlite.lab.systems import SYSTEMS, Build
 from shardlite.lab.table import Row, read_rows, report, rows_for, write_rows
 from shardlite.lab.timer import WARM_UP, milliseconds, percentile, seconds, time_steps
-from shardlite.lab.workloads import WORKLOADS, Batch, Workload
 from shardlite.plan import CLUSTERS
 
 SYSTEM = "stage3"

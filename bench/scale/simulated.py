@@ -18,10 +18,10 @@ import torch
 
 from shardlite import Precision
 from shardlite.cli.launch import usable_cores
+from shardlite.lab.compared.workloads import Batch, Workload
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.plan.source import find_source
 from shardlite.lab.table import Row
-from shardlite.lab.workloads import Batch, Workload
 from shardlite.plan import Card, Cluster, LinkCost, Planner, Setting, Source, simulate
 
 HERE = "this machine"

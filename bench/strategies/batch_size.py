@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bench.strategies.problem import CONFIG, SEED, batches, corpus, make_model
-from shardlite.lab.check import UNIT_ROUNDOFF
+from shardlite.lab.compared.check import UNIT_ROUNDOFF
 from shardlite.lab.table import Row
 from shardlite.lab.train.text import draw_sequences
 

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.lab.train.text import Corpus, draw_sequences, read_corpus
 

@@ -21,7 +21,9 @@ from shardlite.comm import ProgramStreams
 from shardlite.engine.part_loop import PartLoop
 from shardlite.errors import PhaseError
 from shardlite.full import WeightStream
-from shardlite.grads import BackwardRun, Mode, Reducer, Stepping, open_run
+from shardlite.grads import Mode, Reducer, Stepping
+from shardlite.grads.backward_run import BackwardRun
+from shardlite.grads.stream_run import open_run
 from shardlite.params import Unit
 from shardlite.params.parameters import register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering

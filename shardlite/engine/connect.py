@@ -21,9 +21,13 @@ from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.steps import InBackwardOptimizer, OptimizerBridge, register_model, unregister_model
 from shardlite.engine.uneven_inputs import Join
 from shardlite.full import FullParameters
-from shardlite.grads import Clipper, Reducer, Skips, SoloGradientFlags, SoloScale
-from shardlite.weights import Gatherer, ResidentWeights
-from shardlite.wrapping import Wrapped, flats_of, needs, part_of
+from shardlite.grads import Clipper, Reducer, Skips
+from shardlite.grads.flags import SoloGradientFlags
+from shardlite.grads.solo import SoloScale
+from shardlite.weights import Gatherer
+from shardlite.weights.resident import ResidentWeights
+from shardlite.wrapping import flats_of, needs
+from shardlite.wrapping.allocate import Wrapped, part_of
 
 
 class Engine(NamedTuple):

@@ -23,17 +23,9 @@ from shardlite.errors import LayoutError, PhaseError
 from shardlite.params import ROOT, Shard, Unit, scripts
 from shardlite.params.parameters import OTHER_SHAPES
 from shardlite.telemetry import profile_label
-from shardlite.weights import (
-    NO_TRANSFORM,
-    Call,
-    Gathering,
-    are_innermost,
-    can_push_hooks,
-    outside_transforms,
-    pop_hooks,
-    push_hooks,
-    take_over_all,
-)
+from shardlite.weights import Gathering, outside_transforms
+from shardlite.weights.all_gather import take_over_all
+from shardlite.weights.saved_tensors import NO_TRANSFORM, Call, are_innermost, can_push_hooks, pop_hooks, push_hooks
 
 NO_GRAPH = (
     "torch.export and torch.jit.trace record a graph that contains full weights: call them on every rank with the "

@@ -28,10 +28,10 @@ from shardlite.engine.steps import (
 )
 from shardlite.engine.watch import SeenShard
 from shardlite.errors import LayoutError
-from shardlite.grads import nested_backward
+from shardlite.grads.solo import nested_backward
 from shardlite.params import Shard
 from shardlite.patches import change, install, replace_function, replace_inside
-from shardlite.weights import check_transform, set_hooks_aside
+from shardlite.weights.saved_tensors import check_transform, set_hooks_aside
 
 
 def _zero_grad(original: Callable[..., None], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,10 @@ from shardlite.engine.backward import Backward
 from shardlite.engine.local_shards import Shards
 from shardlite.engine.module_hooks import ModuleHooks
 from shardlite.errors import LayoutError, PhaseError
-from shardlite.grads import Clipper, Scale, Skips, Step, StepOptions, Stepping, options_of
+from shardlite.grads import Clipper, Skips, StepOptions, Stepping
+from shardlite.grads.options import options_of
+from shardlite.grads.reduce import Step
+from shardlite.grads.scale import Scale
 from shardlite.optim import AdamW, InBackwardSteps, clip_next_step, steps_in_backward, tables_of
 from shardlite.params import Flat
 from shardlite.weights import Gathering

@@ -13,7 +13,8 @@ from torch import Tensor
 from shardlite.comm import Context
 from shardlite.errors import PhaseError
 from shardlite.params import Flat, Unit
-from shardlite.weights import Calls, Gathering, differs, take_over
+from shardlite.weights import Calls, Gathering
+from shardlite.weights.all_gather import differs, take_over
 
 
 @contextmanager

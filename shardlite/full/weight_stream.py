@@ -17,7 +17,7 @@ from torch import Tensor
 from shardlite.comm import Context, StreamQueue, Work
 from shardlite.errors import PhaseError
 from shardlite.full.pieces import PURPOSE, Piece
-from shardlite.weights import isolated
+from shardlite.weights.all_gather import isolated
 
 
 class _Round:

@@ -39,19 +39,9 @@ from shardlite_kernels import hop, new_stats, stats, stats_block
 from shardlite_kernels.stats import stats_total
 from torch import Tensor, nn
 
-from shardlite.comm import (
-    Context,
-    FusedStep,
-    Operation,
-    Rows,
-    StoreMean,
-    Work,
-    all_gather,
-    all_reduce,
-    cut_up,
-    reduce_scatter,
-    ring_step,
-)
+from shardlite.comm import Context, Operation, Rows, Work, all_gather, all_reduce, cut_up
+from shardlite.comm.collectives import reduce_scatter, ring_step
+from shardlite.comm.transport.base import FusedStep, StoreMean
 from shardlite.grads.bucket import Bucket
 from shardlite.grads.flags import SentNumbers
 from shardlite.grads.policy import mean_stays

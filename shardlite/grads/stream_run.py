@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardlite.comm import Moment, Work, submit_in_turn
+from shardlite.comm import Moment, Work
+from shardlite.comm.streams import submit_in_turn
 from shardlite.grads.backward_run import BackwardRun, Begin, HostRun, IsComplete, Mode
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer

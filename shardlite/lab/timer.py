@@ -14,10 +14,10 @@ from time import perf_counter, process_time, thread_time
 import torch
 import torch.distributed as dist
 
+from shardlite.lab.compared.systems import Build
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import Workload
 from shardlite.lab.memory.peak import live_bytes, peak_in
-from shardlite.lab.systems import Build
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import Workload
 from shardlite.telemetry import Meter
 
 WARM_UP = 3

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
 from shardlite.comm import problem_in
-from shardlite.engine import OptimizerBridge, forget_models, params_of
+from shardlite.engine import OptimizerBridge, params_of
+from shardlite.engine.steps import forget_models
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.optim import AdamW, canonical, release
 from shardlite.optimizers.states import WholeStateOptimizer, map_state, numbers_of

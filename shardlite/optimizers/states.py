@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
-from shardlite.engine import OptimizerBridge, ShardRange, models_with, params_of
+from shardlite.engine import OptimizerBridge, models_with, params_of
+from shardlite.engine.local_shards import ShardRange
 from shardlite.errors import LayoutError
 from shardlite.optim import AdamW, create_states, decoders, load_entries
 from shardlite.optimizers.param_groups import match_groups, names_in, plain_name, same_names

@@ -17,9 +17,10 @@ from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 
 from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
-from shardlite.grads import mean_stays
+from shardlite.grads.policy import mean_stays
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
-from shardlite.wrapping import Options, Placement, Plan, build_units, placement_of
+from shardlite.wrapping import Options, Plan, build_units, placement_of
+from shardlite.wrapping.allocate import Placement
 
 _META = torch.device("meta")
 

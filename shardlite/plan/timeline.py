@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from shardlite.grads import before_root, must_land_first, waits_for_unit
+from shardlite.grads.policy import before_root, must_land_first, waits_for_unit
 from shardlite.params import Buffer
 from shardlite.plan.budget import HELD, Budget
-from shardlite.weights import NO_ROOM, BufferPolicy, GatherOrder, UnitSize
+from shardlite.weights.gather_order import GatherOrder
+from shardlite.weights.policy import NO_ROOM, BufferPolicy, UnitSize
 
 ACTIVATIONS = "activations"
 """The name of the purpose that counts the program's own tensors, and gradients that autograd still holds."""

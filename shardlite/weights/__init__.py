@@ -5,19 +5,7 @@ placeholders. All ranks gather in the same order, even if their forwards take di
 first.
 """
 
-from shardlite.weights.all_gather import differs, isolated, outside_transforms, take_over, take_over_all
-from shardlite.weights.gather_order import GatherOrder
-from shardlite.weights.policy import NO_ROOM, BufferPolicy, UnitSize
-from shardlite.weights.resident import Gathering, ResidentWeights
-from shardlite.weights.saved_tensors import (
-    NO_TRANSFORM,
-    Call,
-    Calls,
-    are_innermost,
-    can_push_hooks,
-    check_transform,
-    pop_hooks,
-    push_hooks,
-    set_hooks_aside,
-)
+from shardlite.weights.all_gather import outside_transforms
+from shardlite.weights.resident import Gathering
+from shardlite.weights.saved_tensors import Calls
 from shardlite.weights.unshard import Gatherer

@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 
 from bench import step
-from shardlite.lab.check import ResultError, verify
-from shardlite.lab.matrix import Setting, settings, systems_in
-from shardlite.lab.systems import SYSTEMS, build_ddp
+from shardlite.lab.compared.check import ResultError, verify
+from shardlite.lab.compared.matrix import Setting, settings, systems_in
+from shardlite.lab.compared.systems import SYSTEMS, build_ddp
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import gpt, perceptrons
 from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 
 TINY = perceptrons("tiny", blocks=2, width=32, batch=4)

@@ -5,8 +5,8 @@ from unittest import mock
 import pytest
 
 from bench.faults import checkpoint, notice
+from shardlite.lab.compared.workloads import perceptrons
 from shardlite.lab.table import read_rows, render
-from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
 FEW = perceptrons("few", blocks=2, width=16, batch=2)

@@ -18,8 +18,8 @@ from bench.gpu.results import render_ranks
 from bench.gpu.run import FORMAT, ROWS, Probe, finish, main, probes_on
 from bench.gpu.several import launch, links, pause, steps
 from shardlite.comm.transport.group_collectives import GroupCollectives
+from shardlite.lab.compared.workloads import perceptrons
 from shardlite.lab.table import read_rows
-from shardlite.lab.workloads import perceptrons
 
 TIMES = {"ms_p20", "ms_p50", "ms_p80", "host_ms_p50"}
 STEP = TIMES | {"model", "system", "words", "parameters", "busbw_gbps"}

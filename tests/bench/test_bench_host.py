@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from bench import host
-from shardlite.lab.fake_group import launches
+from shardlite.lab.compared.workloads import perceptrons
+from shardlite.lab.fake.fake_group import launches
 from shardlite.lab.table import render
-from shardlite.lab.workloads import perceptrons
 from tests.support.ranks.scripts import run_process
 
 COMMON = set(
@@ -44,7 +44,7 @@ ON_FAKE = """
 import json
 from bench.host import measure_on_fake
 from shardlite.lab.table import render
-from shardlite.lab.workloads import perceptrons
+from shardlite.lab.compared.workloads import perceptrons
 few = perceptrons("few", blocks=3, width=8, batch=2)
 rows = [row for ranks in (2, 16) for row in measure_on_fake(few, 1, ranks)]
 print(json.dumps(rows))

@@ -13,10 +13,10 @@ from bench.optimizers.builds import MUON, OF_FSDP2, OURS, SYSTEMS, build_ddp, bu
 from bench.optimizers.check import verify
 from bench.optimizers.peers import PEERS
 from bench.optimizers.wire import Sent, sent_in_update
-from shardlite.lab.check import ResultError
+from shardlite.lab.compared.check import ResultError
+from shardlite.lab.compared.workloads import gpt, perceptrons
 from shardlite.lab.table import read_rows, render
 from shardlite.lab.train.settings import GPTConfig
-from shardlite.lab.workloads import gpt, perceptrons
 from tests.support.ranks.scripts import run_command
 
 WIDTH = 32

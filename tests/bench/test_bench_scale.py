@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from bench.scale import run, simulated
+from shardlite.lab.compared.workloads import WORKLOADS
 from shardlite.lab.memory.machine import machine
-from shardlite.lab.workloads import WORKLOADS
 
 TINY = WORKLOADS["tiny"]
 

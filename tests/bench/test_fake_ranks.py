@@ -11,10 +11,10 @@ from bench.gpu import fake_ranks, link
 from bench.gpu.fake_ranks import RANKS, SYSTEMS, one_of, rows_of
 from bench.gpu.link import BANDWIDTH, CLUSTER, FakeLink
 from bench.gpu.report import Report, Times, in_turns
-from shardlite.lab.fake_group import fake_group, operators
-from shardlite.lab.systems import build_fsdp2
+from shardlite.lab.compared.systems import build_fsdp2
+from shardlite.lab.compared.workloads import perceptrons
+from shardlite.lab.fake.fake_group import fake_group, operators
 from shardlite.lab.table import read_rows
-from shardlite.lab.workloads import perceptrons
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from bench.footprint import source_of
 from shardlite import AdamW, ShardLite
 from shardlite.comm.transport.shared_memory.rendezvous import rendezvous
+from shardlite.lab.compared.systems import MEASURED as SYSTEMS
+from shardlite.lab.compared.workloads import perceptrons
 from shardlite.lab.memory.recorder import measure
 from shardlite.lab.memory.text import as_markdown as render
-from shardlite.lab.systems import MEASURED as SYSTEMS
-from shardlite.lab.workloads import perceptrons
 from tests.support.patience import passes_over
 from tests.support.ranks.scripts import run_process
 from tests.support.twins.sharded import slow, take_step

@@ -4,7 +4,8 @@ from datetime import timedelta
 
 import torch
 
-from shardlite.comm import ranks_of, share
+from shardlite.comm import ranks_of
+from shardlite.comm.context import share
 from shardlite.config import Route
 
 

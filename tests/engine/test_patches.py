@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _foreach_supported_types, _global_optimizer_pre_hooks
 
 from shardlite import ShardLite
-from shardlite.engine import install_patches
+from shardlite.engine.patches import install_patches
 from shardlite.patches import PATCHES, AfterImport
 from tests.support.markdown import ROOT, cells
 from tests.support.ranks.scripts import run_process

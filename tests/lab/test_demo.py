@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardlite.cli import launch, main
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.train.report import Point, printable, write_curve
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import draw_batch, read_corpus, unigram_entropy

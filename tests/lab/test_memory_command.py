@@ -13,6 +13,9 @@ from bench.footprint import source_of
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.cli.launch import torchrun
+from shardlite.lab.compared.systems import MEASURED as SYSTEMS
+from shardlite.lab.compared.systems import System, fsdp2_system, shardlite_system
+from shardlite.lab.compared.workloads import WORKLOADS
 from shardlite.lab.memory import text
 from shardlite.lab.memory.plots import paint
 from shardlite.lab.memory.predict import Predictor
@@ -20,10 +23,7 @@ from shardlite.lab.memory.run import Program, measure_all
 from shardlite.lab.memory.text import beyond, comparison
 from shardlite.lab.memory.timeline import BACKWARD, CHUNKS, FORWARD, ROOT, STEP, Timeline, record
 from shardlite.lab.plan.source import find_source
-from shardlite.lab.systems import MEASURED as SYSTEMS
-from shardlite.lab.systems import System, fsdp2_system, shardlite_system
 from shardlite.lab.table import RESULTS
-from shardlite.lab.workloads import WORKLOADS
 from shardlite.plan import ACTIVATIONS, Planner, RankPlan, Setting
 from tests.support.patience import passes_over
 from tests.support.ranks.cluster import RemoteError

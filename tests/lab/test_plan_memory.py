@@ -12,12 +12,12 @@ from torch import nn
 
 from shardlite import AdamW, Precision, ShardLite
 from shardlite.grads.backward_run import HostRun
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
+from shardlite.lab.compared.workloads import WithLoss
 from shardlite.lab.train.settings import SIZES, GPTConfig
-from shardlite.lab.workloads import WithLoss
 from shardlite.plan import Planner, Setting, Source
 from shardlite.telemetry import Meter
-from shardlite.wrapping import STAGES
+from shardlite.wrapping.validate import STAGES
 from tests.kernels.all_pairs import all_pairs
 from tests.support.patience import passes_over
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardlite.config import Precision
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.plan.presets import PRESETS
 from shardlite.lab.plan.source import find_source
 from shardlite.plan import Planner, Setting

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from shardlite import ShardLite, config
 from shardlite.cli import launch, main
 from shardlite.cli.options import add_command, dtype_of
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.train import command, report, train
 from shardlite.lab.train.log import COLUMNS, CSVLog, open_log
 from shardlite.lab.train.optimizers import make_optimizer, optimizer_class

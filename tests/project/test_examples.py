@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shardlite.checkpoint import Checkpoint
-from shardlite.lab.gpt import GPT, GPTConfig
+from shardlite.lab.compared.gpt import GPT, GPTConfig
 from shardlite.lab.train.text import draw_batch, read_corpus
 from tests.support.ranks.scripts import run_script, torchrun
 from tests.support.twins.plain import PaddedAdamW, Twin

@@ -10,8 +10,8 @@ import pytest
 import shardlite
 from shardlite import plan
 from shardlite.cli import options
+from shardlite.lab.compared.systems import MEASURED as SYSTEMS
 from shardlite.lab.memory import command as memory_command
-from shardlite.lab.systems import MEASURED as SYSTEMS
 from tests.support.ranks.scripts import Done, run_process
 
 HEAVY = (
@@ -56,7 +56,8 @@ def test_without_pytorch_nothing_is_imported():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "first", ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.gpt"]
+    "first",
+    ["shardlite.config", "shardlite.optim", "shardlite.comm", "shardlite_kernels", "shardlite.lab.compared.gpt"],
 )
 def test_any_of_our_modules_may_be_the_first_to_import_pytorch(first):
     words = run(f"import shardlite, {first}\nprint(shardlite.Precision.__module__)\nfrom shardlite import ShardLite")

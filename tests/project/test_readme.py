@@ -1,12 +1,15 @@
 """The code of the README runs unchanged."""
 
 import re
+import subprocess
 import tomllib
 
 import pytest
 
+from bench import readme
 from shardlite.cli import main
-from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks, made, tables
+from shardlite.lab.table import read_rows, system_name
+from tests.support.markdown import ROOT, assert_links_lead_somewhere, blocks
 from tests.support.ranks.scripts import run_process, run_script, torchrun
 
 README = (ROOT / "README.md").read_text()
@@ -79,21 +82,46 @@ def test_links_lead_somewhere():
     assert_links_lead_somewhere(ROOT / "README.md")
 
 
-def test_each_question_has_one_table():
-    benches = [re.search(r"bench=(\w+)", source)[1] for source, _ in tables(README)]
-    assert [bench for bench in benches if bench != "gpu"] == ["step", "footprint"]
-    for source, table in tables(README):
-        assert len(re.findall(r"^\|", table, flags=re.MULTILINE)) == 2 + 3  # a heading and three rows
-        assert table == made(source), "run `python -m tests.support.markdown`"
-        assert "2 cores" in table or "bench=gpu" in source
+def test_the_picture_shows_the_rows():
+    rows = read_rows([readme.ROWS])
+    drawn = readme.PICTURE.read_text()
+    assert readme.source(rows) in drawn, "run `python -m bench.readme --draw`"
+    for bench, systems in (("step", 3), ("footprint", 4)):
+        found = readme.bars(rows, bench)
+        assert len(found) == systems
+        for name, size in found.items():
+            assert f">{system_name(name)}<" in drawn
+            assert f">{size:.0f}<" in drawn, "run `python -m bench.readme --draw`"
 
 
-def test_measured_numbers_stand_in_tables_only():
-    measured = README.split("## Measured")[1].split("\n## ")[0]
-    for source, table in tables(README):
-        measured = measured.replace(source, "").replace(table, "")
-    assert not re.findall(r"\d\.\d|\d+ ?(?:ms|s|KiB|MiB|GiB|GB|%|times)\b", measured)
+def test_rows_of_the_picture_are_recent():
+    """The rows are at most 150 commits of the library old. `make bench-readme` measures them anew."""
+    if git("rev-parse", "--is-shallow-repository") != "false":
+        pytest.skip("needs the history of a clone")
+    commits = {row["commit"] for row in read_rows([readme.ROWS]) if "commit" in row}
+    assert len(commits) == 1
+    newer = git("rev-list", "--count", f"{commits.pop()}..HEAD", "--", "shardlite", "kernels")
+    assert int(newer) <= 150, "run `make bench-readme` on a machine with nothing else to do"
+
+
+def git(*arguments):
+    """Return what git prints, or nothing if this is no clone."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def test_numbers_of_rows_stand_in_the_picture_only():
+    for statement in README.split("## Use it")[0].splitlines():
+        assert not re.findall(r"\d\.\d|\d+ ?(?:ms|s|KiB|MiB|GiB|GB|times)\b", statement)
+
+
+def test_each_reason_leads_to_a_test_or_a_page():
+    reasons = [
+        line for line in README.split("## Why use it")[1].split("\n## ")[0].splitlines() if line.startswith("- ")
+    ]
+    assert len(reasons) == 6
+    for reason in reasons:
+        assert re.search(r"\]\((docs|tests)/", reason), reason
 
 
 def test_it_is_short():
-    assert len(README.splitlines()) <= 110
+    assert len(README.splitlines()) <= 90

@@ -20,11 +20,11 @@ from torch import Tensor
 from bench.gpu.report import Report, free, milliseconds
 from bench.gpu.several.links import busbw
 from shardlite import NonFiniteWarning
-from shardlite.lab.systems import ON_GPU, Build
+from shardlite.lab.compared.systems import ON_GPU, Build
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
+from shardlite.lab.compared.workloads import compiled as with_compiled_blocks
 from shardlite.lab.timer import slowest
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import WORKLOADS, Workload, llama_blocks, transformers_gpt2
-from shardlite.lab.workloads import compiled as with_compiled_blocks
 
 _WARM_UP, _ROUNDS = 3, 8
 _CLIP = 1.0

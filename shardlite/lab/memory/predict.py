@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 
-from shardlite.lab.systems import System
+from shardlite.lab.compared.systems import System
 from shardlite.plan import Event, Kind, Planner, Setting, Source, UnitBudget
 
 

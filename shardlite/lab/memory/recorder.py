@@ -48,10 +48,10 @@ from torch import nn
 
 from shardlite import ShardLite
 from shardlite.comm import all_gather_json
+from shardlite.lab.compared.systems import OPTIMIZER, System
+from shardlite.lab.compared.trainer import Trainer
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.memory.peak import peak_of
-from shardlite.lab.systems import OPTIMIZER, System
-from shardlite.lab.trainer import Trainer
 from shardlite.model import ModelState
 from shardlite.plan import Source
 

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 
 from shardlite.cli import environment_for, progress, run_agent, torchrun
+from shardlite.lab.compared.systems import MEASURED as SYSTEMS
+from shardlite.lab.compared.systems import System, fsdp2_system, shardlite_system
 from shardlite.lab.memory import OWN
 from shardlite.lab.memory.plots import paint, paint_timeline
 from shardlite.lab.memory.predict import Predictor
@@ -27,8 +29,6 @@ from shardlite.lab.memory.text import by_purpose, heading, render
 from shardlite.lab.memory.timeline import Timeline, record
 from shardlite.lab.plan.run import setting_of
 from shardlite.lab.plan.source import find_source
-from shardlite.lab.systems import MEASURED as SYSTEMS
-from shardlite.lab.systems import System, fsdp2_system, shardlite_system
 from shardlite.plan import Planner, Setting, Source
 
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18)}

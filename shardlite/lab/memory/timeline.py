@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardlite import ShardLite
+from shardlite.lab.compared.systems import System
 from shardlite.lab.memory.recorder import take_step, warm_up
-from shardlite.lab.systems import System
 from shardlite.plan import ACTIVATIONS, HELD, Source, units_of
 from shardlite.telemetry import Held, Meter
 

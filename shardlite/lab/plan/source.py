@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.cli import imported
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.plan.presets import PRESETS, check_model
 from shardlite.lab.train.settings import SIZES
 from shardlite.plan import Source, SourceError

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardlite import Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.cli import on_signals, precision_of, process_group
 from shardlite.comm import all_gather_json
-from shardlite.lab.gpt import GPT
+from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
 from shardlite.lab.train import report
 from shardlite.lab.train.log import Reporter, open_log

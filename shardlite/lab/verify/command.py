@@ -23,7 +23,7 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
     import torch
     import torch.distributed as dist
 
-    from shardlite.lab.gpt import BYTE_VALUES, GPT
+    from shardlite.lab.compared.gpt import BYTE_VALUES, GPT
     from shardlite.lab.verify.verify import verify
 
     def batch(_step: int, _rank: int) -> "tuple[torch.Tensor, torch.Tensor]":

@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from shardlite.config import Precision
 from shardlite.engine import cast_floats, cast_inputs
 from shardlite.params import ALIGN, Layout
-from shardlite.wrapping import UnitPolicy, dtypes_of, partition_module, plan_flats
+from shardlite.wrapping import UnitPolicy, partition_module
+from shardlite.wrapping.keep import dtypes_of
+from shardlite.wrapping.plan import plan_flats
 
 
 @dataclass(frozen=True)

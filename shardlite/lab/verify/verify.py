@@ -27,7 +27,8 @@ from shardlite.lab.verify import twins
 from shardlite.lab.verify.bounds import SAME, Batching, Bounds, Judge, Sum, difference, in_ulps, same_bits, unlike
 from shardlite.lab.verify.plain import ring_mean, simple_mean
 from shardlite.lab.verify.task import Batch, Task, joins
-from shardlite.wrapping import STAGES, UnitPolicy
+from shardlite.wrapping import UnitPolicy
+from shardlite.wrapping.validate import STAGES
 
 _OURS = f"stage {STAGES[-1]}"
 

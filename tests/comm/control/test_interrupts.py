@@ -28,7 +28,7 @@ from shardlite import AdamW, Route, ShardLite
 from shardlite.comm.control import interrupts
 from shardlite.comm.control.failure_reports import FailureReports
 from shardlite.comm.streams import HostWork, ThreadQueue, _work_off
-from shardlite.engine import install_patches
+from shardlite.engine.patches import install_patches
 from shardlite.errors import CommError
 from tests.comm.control.boards import SharedBoard
 from tests.support.models.small import Residual

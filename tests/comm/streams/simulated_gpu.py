@@ -1,11 +1,11 @@
 """A simulated GPU that detects races: streams, events, an allocator and NCCL, executed on the CPU.
 
 The streams of a GPU run beside each other, and only events order them. Here every operation is carried out at once, by
-the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream (`shardlite.lab.simulated_cuda`)
-has a vector clock, which tells what it is behind. Two accesses of the same bytes, one of them a write, are a race
-unless one is behind the other. So is memory that is freed while the stream that it was allocated on is not behind all
-accesses: the allocator may hand it out again at once. That is how the race detectors of threads work (Flanagan and
-Freund, FastTrack, 2009, PLDI).
+the CPU, and noted: on which stream, and which bytes it reads and writes. Each stream
+(`shardlite.lab.fake.simulated_cuda`) has a vector clock, which tells what it is behind. Two accesses of the same bytes,
+one of them a write, are a race unless one is behind the other. So is memory that is freed while the stream that it was
+allocated on is not behind all accesses: the allocator may hand it out again at once. That is how the race detectors of
+threads work (Flanagan and Freund, FastTrack, 2009, PLDI).
 
 The operators of PyTorch come by a dispatch mode, messages and collectives by the transports below. The other ranks do
 not exist: they send zeros. The host counts what it waits for.
@@ -33,8 +33,8 @@ from shardlite.comm.transport.messages import Message, Pending
 from shardlite.comm.transport.nccl import MOST_IN_BATCH, Communicator, NcclTransport
 from shardlite.comm.transport.staging import SLICE_NBYTES
 from shardlite.config import Route
-from shardlite.lab.fake_group import HostMessages, as_one_rank, fake_group
-from shardlite.lab.simulated_cuda import Clock, Cuda, Event, Stream
+from shardlite.lab.fake.fake_group import HostMessages, as_one_rank, fake_group
+from shardlite.lab.fake.simulated_cuda import Clock, Cuda, Event, Stream
 from tests.comm.streams.simulated_graph import Graph
 
 _ONLY_ALLOCATES = ("aten.empty", "aten.new_empty")

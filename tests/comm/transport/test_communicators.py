@@ -18,7 +18,7 @@ from shardlite.comm.transport import nccl
 from shardlite.comm.transport.nccl import NcclTransport
 from shardlite.comm.transport.select import connect, connect_hosts
 from shardlite.errors import CommError
-from shardlite.lab.fake_group import as_over_nccl, fake_group
+from shardlite.lab.fake.fake_group import as_over_nccl, fake_group
 from tests.support.internals import context as context_of
 from tests.support.patience import seconds
 

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardlite import AdamW, Precision, Route, ShardLite
-from shardlite.lab.trainer import (
+from shardlite.lab.compared.trainer import (
     Activations,
     Autocast,
     Cast,

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shardlite import ShardLite
-from shardlite.lab.workloads import Batch
+from shardlite.lab.compared.workloads import Batch
 
 
 @dataclass(frozen=True)

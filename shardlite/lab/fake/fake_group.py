@@ -26,11 +26,10 @@ from shardlite_kernels.adamw_cpu import adamw_cpu
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardlite.comm import context
+from shardlite.comm import HostWork, Work
 from shardlite.comm.chunking import Cut
 from shardlite.comm.control import store
 from shardlite.comm.operation import Operation
-from shardlite.comm.streams import HostWork, Work
 from shardlite.comm.transport.base import Transport
 from shardlite.comm.transport.group_collectives import GroupCollectives, NcclCollectives
 from shardlite.comm.transport.nccl import NcclTransport
@@ -172,9 +171,9 @@ def as_one_rank(
         return [mine] * dist.get_world_size(group)
 
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(context, "connect", connect_by))
-        patches.enter_context(mock.patch.object(context, "connect_hosts", connect_hosts))
-        patches.enter_context(mock.patch.object(context, "make_queue", make_queue))
+        patches.enter_context(mock.patch("shardlite.comm.context.connect", connect_by))
+        patches.enter_context(mock.patch("shardlite.comm.context.connect_hosts", connect_hosts))
+        patches.enter_context(mock.patch("shardlite.comm.context.make_queue", make_queue))
         patches.enter_context(replaced({store.all_gather_json: all_gather_json}))
         yield
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardlite.lab.matrix import ROUNDOFF, Setting
-from shardlite.lab.systems import OPTIONS, Build
+from shardlite.lab.compared.matrix import ROUNDOFF, Setting
+from shardlite.lab.compared.systems import OPTIONS, Build
+from shardlite.lab.compared.trainer import Floor, Format, Trainer, flat
+from shardlite.lab.compared.workloads import Workload
 from shardlite.lab.timer import largest
-from shardlite.lab.trainer import Floor, Format, Trainer, flat
-from shardlite.lab.workloads import Workload
 
 STEPS = 3
 """Number of compared steps. The later steps depend on the optimizer's state."""

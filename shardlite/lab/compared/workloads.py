@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from shardlite.lab.gpt import BYTE_VALUES, GPT
+from shardlite.lab.compared.gpt import BYTE_VALUES, GPT
 from shardlite.lab.memory.machine import machine
 from shardlite.lab.train.settings import GPTConfig
 

@@ -14,8 +14,8 @@ from unittest import mock
 
 import torch
 
-from shardlite.comm import context
-from shardlite.comm.streams import CudaStreamQueue, HostWork, ProgramStreams
+from shardlite.comm import HostWork
+from shardlite.comm.streams import CudaStreamQueue, ProgramStreams
 
 Clock = Counter[int]
 Node = tuple[int, int]
@@ -197,7 +197,7 @@ class Cuda:
             for name, value in cuda.items():
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             streams = ProgramStreams(torch.device("cuda"))
-            stack.enter_context(mock.patch.object(context, "ProgramStreams", return_value=streams))
+            stack.enter_context(mock.patch("shardlite.comm.context.ProgramStreams", return_value=streams))
             yield
 
     @contextmanager

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
-from shardlite.lab.systems import (
+from shardlite.lab.compared.systems import (
     ADAMW,
     ORDERS,
     STAGES,
@@ -24,8 +24,8 @@ from shardlite.lab.systems import (
     build_shardlite,
     zero_optimizer,
 )
-from shardlite.lab.trainer import Trainer
-from shardlite.lab.workloads import Batch, Workload
+from shardlite.lab.compared.trainer import Trainer
+from shardlite.lab.compared.workloads import Batch, Workload
 
 PrecisionName = Literal["fp32", "bf16"]
 PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)
