@@ -565,7 +565,7 @@ class ShardLite(nn.Module):
 
         Inputs are copied to fixed places. The outputs of a replay are fixed tensors, too, which the next call
         overwrites: clone what must stay. They are detached. A replay runs no Python code: prints and hooks do not run,
-        and numbers that `step` reads from elsewhere stay as they were. New shapes or constants among the inputs take
+        and numbers that `step` reads from elsewhere stay as they were. New shapes or constants among the inputs need
         another capture. After a change on all ranks (`gathered()`, loaded weights, a step without the function,
         `requires_grad`, an optimizer's options), the next `warmup` calls run the step again before the next capture. So
         pass a learning rate that changes often as a tensor on the GPU.
@@ -1042,13 +1042,13 @@ class ShardLite(nn.Module):
         self._bridge.shards.check()
 
 
-# ---- access for checkpoints, averages and measurements --------------------------------------------------------------
+# ---- access for checkpoints, extensions and measurements -------------------------------------------------------------
 
 
 class ModelState:
-    """The parts of a wrapped model that checkpoints and averages use.
+    """The parts of a wrapped model that checkpoints and `shardlite.extend` use.
 
-    With this class, the code of checkpoints and averages reads no private attribute of `ShardLite`.
+    With this class, the code of checkpoints and of `shardlite.extend` reads no private attribute of `ShardLite`.
 
     Args:
         model: the model.

@@ -98,8 +98,8 @@ def install(package: str) -> None:
     with _lock:
         for each in PATCHES:
             if each.package == package and each not in _made:
-                _made.add(each)
                 each.apply()
+                _made.add(each)  # last: a change that fails is tried again, and fails again
 
 
 def replace_function(owner: Any, name: str, replacement: Callable[..., Any]) -> None:

@@ -32,7 +32,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "tools" / "mutants.txt"
-PACKAGES = ("shardlite", "kernels/shardlite_kernels")
 TIMEOUT = 900.0  # seconds per mutant
 _MARK = "SHARDLITE_MUTANT"  # name of an environment variable that all processes of a run have
 
@@ -52,18 +51,15 @@ class Mutant:
         """Return the file under `root` that has the text, and the mutated source of this file.
 
         Raises:
-            ValueError: If neither the file nor all sources together have exactly one occurrence of the text.
+            ValueError: If the file does not exist, or does not have exactly one occurrence of the text.
         """
         pattern = re.compile(r"\s+".join(map(re.escape, self.text.split())))
-        named = [root / self.path] if (root / self.path).is_file() else []
-        for files in (named, [file for package in PACKAGES for file in sorted((root / package).rglob("*.py"))]):
-            found = [(file, match) for file in files for match in pattern.finditer(file.read_text())]
-            if len(found) == 1:
-                file, match = found[0]
-                source = file.read_text()
-                return file, source[: match.start()] + self.new + source[match.end() :]
-        places = ", ".join(str(file.relative_to(root)) for file, _ in found) or "no file"
-        raise ValueError(f"{self.path}: {self.text!r} must occur once; it is in {places}")
+        file = root / self.path
+        source = file.read_text() if file.is_file() else ""
+        found = list(pattern.finditer(source))
+        if len(found) != 1:
+            raise ValueError(f"{self.path}: {self.text!r} must occur once; it occurs {len(found)} times")
+        return file, source[: found[0].start()] + self.new + source[found[0].end() :]
 
     def node(self, root: Path) -> str:
         """Return the node ID of the test for pytest, such as `"tests/grads/test_flags.py::test_name"`.

@@ -1,9 +1,8 @@
 """Ring collectives over a `Transport`. Pure functions: no process group, no module, no stream, no state.
 
-A function here checks its arguments, names the operation in errors, and asks the transport, which answers in its way:
-
-    all_gather() -> transport.all_gather()   by messages: `schedule.py` writes the algorithm as transfers, and
-                                             `transport/base.py` sends them; its docstring names the other ways
+A function here checks its arguments, names the operation in errors, and calls the method of the transport that has the
+same name. By default, the transport sends messages: `schedule.py` writes the algorithm as transfers, and
+`transport/base.py` sends them. The docstring of `transport/base.py` names the transports that do otherwise.
 
 The drawings show the ring: rank `r` sends only to its right neighbour `r+1` and receives only from its left neighbour
 `r-1` (modulo `W`). In every algorithm each rank sends `(W-1)/W` of the buffer per gather or reduction, which is
@@ -51,10 +50,7 @@ def staging_numel(
 ) -> int:
     """Return how many elements of `dtype` the staging buffer of a reduction over `transport` needs.
 
-    Over most transports, the buffer holds two chunks. Over a batched transport, the buffer holds all messages of a
-    step. Over a transport that lends, the buffer holds the sum of several messages if a rank adds several messages at a
-    time, and is empty otherwise. Over collectives of a process group, the buffer holds one row per rank, or less if
-    there are two ranks or the rows are long.
+    The transport decides; over most transports, the buffer holds two chunks.
     Chunks are multiples of `grain` elements. If the reduction computes statistics, `grain` is the length of a block of
     statistics.
 

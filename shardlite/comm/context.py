@@ -228,8 +228,8 @@ class Context:
     def reporting_failures(self, what: str = "its forward", *, permanently: bool = False) -> Iterator[None]:
         """If the block raises an error, publish a failure report, because other ranks may wait.
 
-        The report names the block by the argument `what`. If `permanently`, the block may have changed some weights
-        only, so later operations and saves raise an error on every rank.
+        The report names the block by the argument `what`. With `permanently`, later operations and saves raise
+        an error on every rank, because the block may have changed only some of the weights.
         """
         self.reports.withdraw()
         defer_interrupts()  # repeated, because a notebook resets Python's handler for each cell

@@ -5,8 +5,8 @@ some steps each rank computes two hashes of its options, which travel with the g
 
     rank 0 sends (W-1) * hash, every other rank -hash: the sum over `W` ranks is 0 if all hashes are equal
 
-So a flag that must be 0 anyway is not 0. On the CPU the next backward then raises the error on every rank. On a GPU
-steps are skipped on all ranks until the host, which does not wait, has seen it.
+If the sum is not 0, ranks step with different options. On the CPU the next backward then raises the error on every
+rank. On a GPU steps are skipped on all ranks until the host, which does not wait, has seen it.
 """
 
 import struct

@@ -170,7 +170,7 @@ def _meta_parameter(unread: Unread) -> nn.Parameter:
 
 
 def _make_room(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Before a state dict is loaded, give memory to the parameters on the meta device that it has values for.
+    """Before a state dict is loaded, allocate the parameters on the meta device for which it has values.
 
     PyTorch would ignore these values. PEFT puts an adapter on the device of the weights below it.
     """

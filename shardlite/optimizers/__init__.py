@@ -10,6 +10,7 @@ optimizer on unsharded parameters. Read `whole_parameters.py` first. `members.py
 owners and back, unit by unit.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardlite.optimizers.hand_over import hand_over, judge
@@ -31,9 +32,12 @@ _LATE = {
 """Names that few programs use, and the files that they are imported from at their first use."""
 
 
-def __getattr__(name: str) -> Any:
+def _import_late(name: str) -> Any:
+    """Import and return a name in `_LATE`. This is the module's `__getattr__` (PEP 562)."""
     if name not in _LATE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
+
+
+if not TYPE_CHECKING:  # with a module-level `__getattr__`, a type checker would accept any name
+    __getattr__ = _import_late

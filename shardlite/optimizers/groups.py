@@ -152,7 +152,7 @@ def divided(
     members: Mapping[Tensor, Member],
     held: Iterable[Tensor],
 ) -> list[Part]:
-    """Divide each group into a part of whole and a part of elementwise parameters, and leave out empty parts.
+    """Divide each group into its whole parameters and its elementwise parameters, and leave out empty parts.
 
     Args:
         groups: parameter groups.

@@ -58,7 +58,7 @@ LARGE = (136, 160)
 """Shape of a large matrix. Some optimizers factor or quantize only parameters above a limit."""
 
 LARGEST = 512
-"""If an option is an integer up to this number, for example such a limit, the large matrix is larger than it says."""
+"""The large matrix of a trial is larger than an integer option up to this number, which may be a limit of sizes."""
 
 LAST_BITS = "last bits depend on which parameters it steps together"
 RAISES = "a trial with whole parameters raises"

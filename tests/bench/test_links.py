@@ -84,7 +84,7 @@ def test_the_parameters_are_those_of_the_model(model):
 def test_the_state_is_that_of_the_plan(model, master, state):
     each = next(each for _, some in ROWS for each in some if (each.state == links.COMPACT) == (state == "int8"))
     precision = Precision(compute=torch.bfloat16, master=master)
-    held = model._units(Setting(world_size=8, precision=precision, state=state, on_gpu=True)).held
+    held = model._budget(Setting(world_size=8, precision=precision, state=state, on_gpu=True)).held
     expected = held["parameters"] + held["optimizer state"]
     assert float(each.state) * model.numel / 8 == pytest.approx(expected, rel=0.01)
 

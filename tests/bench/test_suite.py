@@ -47,6 +47,7 @@ class Started(subprocess.Popen):
 
 def test_what_fails_or_hangs_costs_no_other(scripts, capfd, monkeypatch):
     monkeypatch.setattr(subprocess, "Popen", Started)
+    monkeypatch.setattr(suite, "commit", lambda: "0123456789")
     missing = Part("missing", "-m bench.nothing", BUDGET, "-m bench.nothing")
     chosen = [part(scripts, "fails"), part(scripts, "hangs", limit=2), missing, part(scripts, "writes")]
     file = scripts / "out" / "rows.jsonl"

@@ -74,7 +74,7 @@ def test_functions_that_were_imported_by_name_know_shards(group: Any) -> None:
     torch.testing.assert_close(get_total_norm([shard.grad for shard in model.parameters()]), torch.tensor(0.5))
 
 
-WRAPPED = "from shardlite import ShardLite; from shardlite.engine import install_patches; install_patches()"
+WRAPPED = "from shardlite import ShardLite; from shardlite.engine.patches import install_patches; install_patches()"
 TAUGHT = """
 from torch.distributed.checkpoint import state_dict
 print(*{f.__code__.co_filename for f in vars(state_dict).values() if hasattr(f, "__code__")})

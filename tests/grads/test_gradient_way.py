@@ -70,7 +70,10 @@ def hooks_watched() -> Iterator[list[Entered]]:
     def look(frame: Any, event: str, _: Any) -> None:
         nonlocal depth, left_out
         code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(HOUSE) or code.co_name == "<listcomp>":
+        path = code.co_filename
+        if event not in ("call", "return") or not path.startswith(HOUSE) or code.co_name == "<listcomp>":
+            return
+        if path.startswith(f"{HOUSE}lab/"):  # the simulated GPU
             return
         name = f"{code.co_filename.removeprefix(HOUSE)}: {code.co_name}"
         if name == HOOK and event == "call":

@@ -252,7 +252,7 @@ def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatc
     drawn: dict[float, list[str]] = {}
     """The words of each line of the picture, by its distance from the bars."""
 
-    def read(figure: Figure, _: object) -> None:
+    def read(figure: Figure, *_: object, **__: object) -> None:
         for each in figure.axes[0].texts:
             if each.get_text().strip():
                 drawn.setdefault(each.xyann[1], []).append(each.get_text())

@@ -108,7 +108,7 @@ class Holder(Protocol):
 
 
 class Transport:
-    """Base class of all transports, which send messages between ranks.
+    """Base class of all transports, with collectives made of messages between ranks.
 
     Messages from one rank to another with the same tag arrive in the order in which they were sent. Messages with
     different tags are independent. Tensors are contiguous and 1-D, of any dtype. Sender and receiver must use the same
@@ -126,7 +126,7 @@ class Transport:
     """Number of ranks."""
 
     batched = False
-    """Whether the first collective connects the ranks, and messages of a step are not cut, but in one exchange."""
+    """Whether all messages of a step are in one exchange and are not cut. The first collective then connects the ranks."""
 
     has_tags = True
     """Whether operations of one transport may run concurrently, and in a different order on each rank."""

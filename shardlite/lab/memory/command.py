@@ -13,7 +13,7 @@ SYSTEMS = (
     *("deepspeed1", "deepspeed2", "deepspeed3", "stage0", "stage1", "stage2", "stage3"),
     *("in_backward", "bf16", "bf16, split24", "bf16, int8", "compact", "in_backward, prefetch 0"),
 )
-"""The names of `lab.systems.MEASURED`, repeated here because that module imports PyTorch."""
+"""The names of `lab.compared.systems.MEASURED`, repeated here because that module imports PyTorch."""
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlite.lab.table import aligned
 from shardlite.optimizers import Owned, assign, describe, is_hidden_matrix, ranges_of
-from shardlite.plan import ACTIVATIONS, Cluster, Planner, RankPlan, Scaling, Setting, simulate
+from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Planner, RankPlan, Scaling, Setting, simulate
 
 COLUMNS = {
     "weights": ("parameters",),
@@ -48,7 +48,7 @@ def text(
     for group in groups:
         lines += ["", words(group.setting), *_table(group, cluster, card)]
         if card is not None and group.fewest is None:
-            lines.append(f"does not fit in {_gb(card)} GB at any number of ranks up to 4096")
+            lines.append(f"does not fit in {_gb(card)} GB at any number of ranks up to {MOST_RANKS}")
         elif card is not None:
             lines.append(f"fewest ranks that fit in {_gb(card)} GB: {group.fewest}")
     if owners:
