@@ -2,8 +2,8 @@
 
 In: a 1-D tensor, a `Transport`, and the name of the operation. Out: the gathered tensor, or the sum of the ranks'
 tensors. All ranks get the same bits. `schedule.py` writes an algorithm as a list of transfers (defined in
-`transfers.py`), a transport executes them or calls whole collectives, and `streams.py` overlaps operations with the computation. Read
-`collectives.py` first.
+`transfers.py`), a transport executes them or calls whole collectives, and `streams.py` overlaps operations with the
+computation. Read `collectives.py` first.
 """
 
 from shardlite.comm import schedule

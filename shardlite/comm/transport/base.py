@@ -126,7 +126,7 @@ class Transport:
     """Number of ranks."""
 
     batched = False
-    """Whether all messages of a step are in one exchange and are not cut. The first collective then connects the ranks."""
+    """Whether all messages of a step are in one exchange, uncut. The first collective then connects the ranks."""
 
     has_tags = True
     """Whether operations of one transport may run concurrently, and in a different order on each rank."""
