@@ -35,7 +35,7 @@ _PARTS = (
     Part(
         "readme-footprint",
         "-m bench.footprint --ranks 2 --model gpt2 --systems ddp fsdp2 stage3 compact",
-        300,
+        420,
         "-m bench.footprint --ranks 2 --model tiny --systems ddp fsdp2 stage3 compact",
     ),
 )
