@@ -143,7 +143,7 @@ def reducing(model: ShardLite) -> AbstractContextManager[None]:
 def gather_state_dicts(model: ShardLite) -> None:
     """From now on, let `state_dict()` of the module and of its submodules gather weights, instead of being refused.
 
-    Every rank must call it, and gets whole weights on the CPU.
+    Every rank must call it, and gets full weights on the CPU.
     """
     ModelState(model).full.gathers_states = True
 
@@ -156,12 +156,12 @@ def stand_ins(model: ShardLite, weights: Mapping[str, Tensor] = {}) -> Iterator[
 
     Args:
         model: a wrapped model.
-        weights: whole weights, of any shape, by the names of `full_state_dict()`. Other parameters are on the meta
+        weights: full weights, of any shape, by the names of `full_state_dict()`. Other parameters are on the meta
             device.
 
     Returns:
         A context manager. `with` binds the parameters and buffers of the module by the names of `full_state_dict()`. A
-        parameter has the whole shape, but values only while it is gathered.
+        parameter has the full shape, but values only while it is gathered.
 
     Raises:
         KeyError: the model has no such name.
@@ -196,7 +196,7 @@ class Weights:
 
     @property
     def in_use(self) -> bool:
-        """Whether a forward, a backward or `gathered()` uses whole weights now."""
+        """Whether a forward, a backward or `gathered()` uses full weights now."""
         return any(unit.users for unit in self._state.units)
 
     @property

@@ -76,7 +76,7 @@ def talks_of(trainer: Trainer) -> Negotiation:
 def measure(workload: Workload, rounds: int, group: dist.ProcessGroup) -> Row:
     """Time training with and without negotiation, and check that the weights have the same bits. Collective."""
     told, silent = (build_shardlite(workload, group, stage=3) for _ in range(2))
-    trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.whole)}
+    trainers = {"with": told, "without": Silent(silent.model, silent.optimizer, silent.full)}
     clock = Clocked(talks_of(told))
     talks_of(told).agree = clock  # type: ignore[method-assign]
     times = time_steps(workload, trainers, rounds, group)

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.gpu.report import Report, synchronize
+from bench.kernels.run import version_of
 from shardlite.comm.chunking import Cut, cut_up
 from shardlite.comm.operation import UNNAMED
 from shardlite.comm.transport.gloo import reconnect
@@ -33,7 +33,7 @@ _PACKAGES = ("triton", "einops", "numpy", "transformers")
 
 def environment(report: Report) -> None:
     """Report hardware and versions of the machine."""
-    found: dict[str, Any] = {name: _version(name) for name in _PACKAGES} | {"kernel": platform.release()}
+    found: dict[str, Any] = {name: version_of(name) for name in _PACKAGES} | {"kernel": platform.release()}
     if not report.dry:
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -48,13 +48,6 @@ def environment(report: Report) -> None:
     if report.ranks > 1:
         found["topology"] = _said_by("nvidia-smi", "topo", "-m")
     report(**found)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _driver() -> str | None:

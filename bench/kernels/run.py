@@ -198,13 +198,14 @@ def _common(device: torch.device) -> Row:
         "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "ceiling": "copy_" if gpu else "add_",
         "verified": VERIFIED,
-        "triton": _version("triton"),
+        "triton": version_of("triton"),
         "cuda": torch.version.cuda if gpu else None,
         **machine(),
     }
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Return the version of a package, or `None` if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -22,7 +22,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bench.strategies.problem import CONFIG, corpus
 from shardlite import ShardLite
 from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.machine import machine
@@ -38,11 +39,9 @@ from shardlite.lab.plots import COLOURS, draw_curves, new_figure, save
 from shardlite.lab.ranks import run_bench
 from shardlite.lab.table import RESULTS, Row, markdown_table, report, where
 from shardlite.lab.train.optimizers import make_optimizer
-from shardlite.lab.train.settings import GPTConfig, Settings
-from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, read_corpus
+from shardlite.lab.train.settings import Settings
+from shardlite.lab.train.text import Bytes, draw_sequences
 from shardlite.lab.train.train import MAX_NORM, learning_rate
-
-CONFIG = GPTConfig(layers=4, width=96, heads=4, context=64)
 
 GRID = (2e-3, 4e-3, 8e-3, 16e-3, 32e-3)
 """Peak learning rates."""
@@ -97,12 +96,6 @@ def _validate(model: nn.Module) -> float:
     total = _loss(model, corpus().validation, (SEEDS[0], _VALIDATION), 0, _VALIDATED).double()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()
-
-
-@lru_cache
-def corpus() -> Corpus:
-    """Return the text that `shardlite train` reads by default."""
-    return read_corpus(None, context=CONFIG.context)
 
 
 def tune(say: Callable[[str], None], steps: int, every: int) -> list[Row]:

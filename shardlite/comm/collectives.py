@@ -26,7 +26,6 @@ from torch import Tensor
 from shardlite.comm.chunking import CHUNK_BYTES, Cut, cut_up
 from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.transport.base import FusedStep, LastHop, Parcels, StoreMean, Transport
-from shardlite.comm.transport.group_collectives import GroupCollectives
 from shardlite.errors import LayoutError
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -268,19 +267,6 @@ def exchange(
     described = torch.empty(numel, dtype=torch.uint8, device="meta")
     with Running(operation, described):
         transport.swap(parcels, operation.tag(described, (), "exchange"), operation)
-
-
-def are_equal(numbers: Sequence[int], transport: GroupCollectives, *, operation: Operation = UNNAMED) -> bool:
-    """Return whether all ranks pass the same `numbers`. The check takes one collective of `O(log2(W))` steps.
-
-    Raises:
-        CommError: a peer failed, timed out or runs a different operation.
-    """
-    both = torch.tensor([*numbers, *(-each for each in numbers)])
-    with Running(operation, both):
-        operation.count_collective(both.nbytes)
-        transport.largest(both)
-    return torch.equal(both[: len(numbers)], -both[len(numbers) :])
 
 
 def _staging(

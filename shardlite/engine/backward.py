@@ -22,8 +22,8 @@ from shardlite.engine.part_loop import PartLoop
 from shardlite.errors import PhaseError
 from shardlite.full import WeightStream
 from shardlite.grads import Mode, Reducer, Stepping
-from shardlite.grads.backward_run import BackwardRun
-from shardlite.grads.stream_run import open_run
+from shardlite.grads.backward_run import BackwardRun, HostRun
+from shardlite.grads.stream_run import StreamRun
 from shardlite.params import Unit
 from shardlite.params.parameters import register_first, take_grad
 from shardlite.weights import Calls, Gatherer, Gathering
@@ -85,7 +85,8 @@ class Backward:
         """Return the run of the current backward. Call this at each event: the first call opens the run."""
         if self._run is None:
             self.stream.check_closed()
-            self._run = open_run(self._reducer, self._mode, self._begin_gradients, self._is_complete)
+            kind = StreamRun if self._reducer.on_stream else HostRun
+            self._run = kind(self._reducer, self._mode, self._begin_gradients, self._is_complete)
             self.thread = get_ident()
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._gatherer.begin_backward(final=self._mode is Mode.STEP)
@@ -154,8 +155,7 @@ class Backward:
             for param in unit.params():
                 if param.requires_grad and param not in self._caught:
                     take_grad(param)
-                    hook = partial(_deliver, me, weakref.ref(unit))
-                    register_first(param, hook)
+                    register_first(param, partial(_deliver, me, weakref.ref(unit)))
                     self._caught.add(param)
 
     def _begin_gradients(self, run: BackwardRun) -> None:

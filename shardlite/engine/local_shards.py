@@ -75,7 +75,7 @@ class Shards:
         self._checked: list[Sequence[int]] = []  # what `check` has found correct
         flats = [flat for unit in units for flat in unit.flats]
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
-        """Whether a shard may be less than a whole parameter."""
+        """Whether a shard may be less than a full parameter."""
 
         self.are_split = any(flat.low is not None for flat in flats)
         """Whether a shard may be only the upper half of its weights (`master="split24"`)."""
@@ -124,7 +124,7 @@ class Shards:
     def shard_tensors(self, context: Context) -> dict[Tensor, Callable[..., ShardTensor]]:
         """Return a function for each shard. The function turns a tensor of the shard's shape into a `ShardTensor`.
 
-        Return an empty dict if every shard is a whole parameter.
+        Return an empty dict if every shard is a full parameter.
         """
         return {
             each.shard: partial(
@@ -147,7 +147,7 @@ class Shards:
         return next((each.slot.name for each in found if each is not None and each.param is not each.shard), None)
 
     def are_parts_of(self, params: Iterable[Tensor]) -> bool:
-        """Return whether any of `params` is a shard that may be less than a whole parameter."""
+        """Return whether any of `params` is a shard that may be less than a full parameter."""
         found = (self._by_id.get(id(param)) for param in params)
         return self.are_parts and any(each is not None and each.flat.rank is not None for each in found)
 
@@ -236,7 +236,7 @@ class _Owner:
             )
 
     def gradient(self) -> Tensor | None:
-        """Return this rank's gradient of the whole parameter. After the reduction, return the gradient of the shard."""
+        """Return this rank's gradient of the full parameter. After the reduction, return the gradient of the shard."""
         if (shards := self.shards()) is None:
             return None
         each = shards.entries[self.index]
@@ -259,7 +259,7 @@ class _Owner:
             self.use()
         elif each.param.numel() > each.shard.numel() and self.gradient() is not None:
             raise LayoutError(
-                f"parameter {self.name!r} has a gradient on its shards only, so `.data` of the whole parameter cannot "
+                f"parameter {self.name!r} has a gradient on its shards only, so `.data` of the full parameter cannot "
                 "be stepped: step the shards (`parameters()` of the ShardLite model), or be inside `gathered()`"
             )
 

@@ -53,11 +53,11 @@ class Mean(NamedTuple):
     """Memory for the mean of one flat's gradients."""
 
     flat: Flat
-    whole: Tensor
-    """This rank's part of the mean: its shard [S], or the whole mean [W*S] at stage 0."""
+    full: Tensor
+    """This rank's part of the mean: its shard [S], or the full mean [W*S] at stage 0."""
 
     own: Tensor
-    """The part of `whole` that this rank sums, [S]."""
+    """The part of `full` that this rank sums, [S]."""
 
     stats: Tensor
     """Statistics of `own`, one row per block, [P, 2]."""
@@ -170,7 +170,7 @@ class Reduction:
     def parts(self) -> Iterable[tuple[nn.Parameter, Tensor, int]]:
         """For each shard, return a triple: shard, view of its mean, and 1 if this rank used the parameter, else 0."""
         shards = [mean.flat.shards[index] for mean in self.means for index in mean.flat.trainable_slots]
-        views = [view for mean in self.means for view in mean.flat.gradient_views(mean.whole)]
+        views = [view for mean in self.means for view in mean.flat.gradient_views(mean.full)]
         return zip(shards, views, self.used, strict=True)
 
 
@@ -250,18 +250,14 @@ class ReduceQueue:
         """Return memory for a mean, or for a sum that is kept. The memory stays allocated while it has views."""
         layout, dtype, rank = flat.gradients, flat.master.to_real(), self._context.transport.rank
         start, stop = layout.cuts[rank], layout.cuts[rank + 1]
-        stays = full.dtype == dtype and (self._mean_stays or flat.rank is None)
-        if keeps:
-            whole = own = full.new_empty(stop - start, dtype=dtype)
-        elif flat.rank is None:
-            whole = full if stays else full.new_empty(layout.full_numel, dtype=dtype)
-            own = whole[start:stop]
-        elif stays:
-            whole = own = full[start:stop]
+        stays = full.dtype == dtype and not keeps and (self._mean_stays or flat.rank is None)
+        if flat.rank is None and not keeps:
+            memory = full if stays else full.new_empty(layout.full_numel, dtype=dtype)
+            own = memory[start:stop]
         else:
-            whole = own = full.new_empty(stop - start, dtype=dtype)
-        self._context.ledger.track("gradients", whole)
-        return Mean(flat, whole, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
+            memory = own = full[start:stop] if stays else full.new_empty(stop - start, dtype=dtype)
+        self._context.ledger.track("gradients", memory)
+        return Mean(flat, memory, own, new_stats(own), full.new_empty(2, dtype=torch.float64))
 
     def _average(self, given: FlatReduction, mean: Mean) -> None:
         """Add all summands of one flat's gradients, and write the result to `mean`. The last addition divides it."""
@@ -280,8 +276,8 @@ class ReduceQueue:
             add = self._add_replicas
         add(given, mean.own, 1 if keeps else divisor, mean.stats)
         if flat.rank is None and not keeps:
-            cut = cut_up(len(mean.whole), mean.whole.dtype, shard, flat.gradients.uneven_cuts)
-            all_gather(mean.whole, shard, cut=cut, operation=given.operation)
+            cut = cut_up(len(mean.full), mean.full.dtype, shard, flat.gradients.uneven_cuts)
+            all_gather(mean.full, shard, cut=cut, operation=given.operation)
         stats_total(mean.stats, out=mean.total)
 
     def _add_ranks(self, given: FlatReduction, own: Tensor, divisor: int, rows: Tensor | None) -> None:
@@ -313,8 +309,8 @@ class ReduceQueue:
         mean = self._place(given.flat, given.full)
         self._average(given, mean)
         if total is not None:
-            divide(mean.whole, divisor_of(total))
-        step.update(0, None, mean.whole, 1)
+            divide(mean.full, divisor_of(total))
+        step.update(0, None, mean.full, 1)
 
     def _step_in_last_hop(self, given: FlatReduction, step: Step) -> bool:
         """Reduce the gradients and step in the last addition, if this addition completes the mean.

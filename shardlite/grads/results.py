@@ -105,7 +105,7 @@ class GradientShards:
         """
         divisor, again = self._scale.divisors(total, version=self._version(), graded=bool(earlier))
         for mean in means:
-            divide(mean.whole, divisor)
+            divide(mean.full, divisor)
         if again is not None:
             for grad in earlier:
                 divide(grad, again)
@@ -143,13 +143,13 @@ class GradientShards:
                 shard.grad = grad
         return sums
 
-    def _squares(self, mean: Mean, whole: Tensor, divisor: Tensor | None) -> Squares:
-        """Return the sums of squares of a mean, whose sum is `whole`. `divisor` has divided the mean, if any has."""
+    def _squares(self, mean: Mean, total: Tensor, divisor: Tensor | None) -> Squares:
+        """Return the sums of squares of a mean, whose sum is `total`. `divisor` has divided the mean, if any has."""
         blocks = mean.stats[:, 0] if self._by_blocks else None
         if divisor is None:
-            return Squares(whole, blocks)
+            return Squares(total, blocks)
         square = divisor.square()
-        return Squares(whole / square, None if blocks is None else blocks / square)
+        return Squares(total / square, None if blocks is None else blocks / square)
 
     def after_steps(self, reductions: Sequence[Reduction], *, check: bool = True) -> Tensor:
         """Clear the results after a step. Return a tensor [], which is 1 if any rank found a NaN or infinity, else 0.

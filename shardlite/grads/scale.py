@@ -155,7 +155,8 @@ class Scale:
 
         `accumulates` says whether other gradients are not reduced yet, so that their counts are still needed.
         """
-        raise NotImplementedError
+        del accumulates  # with a single rank, all gradients are in `.grad`
+        self.reset()
 
 
 class SharedScale(Scale):

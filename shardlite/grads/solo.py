@@ -55,11 +55,6 @@ class SoloScale(Scale):
             if shard.grad is not None and shard.grad.is_conj():
                 shard.grad = shard.grad.resolve_conj()
 
-    def forget(self, *, accumulates: bool) -> None:
-        """Forget the counts of gradients that were used or dropped."""
-        del accumulates  # there are no gradients other than those in `.grad`
-        self.reset()
-
     def reset(self) -> None:
         """Forget the counts of gradients that were used or dropped."""
         super().reset()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardlite.comm import Moment, Work
 from shardlite.comm.streams import submit_in_turn
-from shardlite.grads.backward_run import BackwardRun, Begin, HostRun, IsComplete, Mode
+from shardlite.grads.backward_run import BackwardRun, Begin, IsComplete, Mode
 from shardlite.grads.reduce import Reduction, Stepping
 from shardlite.grads.reducer import Reducer
 from shardlite.params import Unit
@@ -124,8 +124,3 @@ class StreamRun(BackwardRun):
         """Let the program's stream use the results, whose memory belongs to the queue's stream."""
         for tensor in chain(*(mean[1:] for mean in reduction.means), (step.bad for step in reduction.steps)):
             self._context.streams.record_stream(tensor)
-
-
-def open_run(reducer: Reducer, mode: Mode, begin: Begin, is_complete: IsComplete) -> BackwardRun:
-    """Return the record of a new backward. `BackwardRun` describes the arguments."""
-    return (StreamRun if reducer.on_stream else HostRun)(reducer, mode, begin, is_complete)

@@ -74,7 +74,7 @@ def adapter_weights(model: ShardLite, rank: int | None) -> dict[str, Tensor] | N
 
 @contextmanager
 def savable(model: ShardLite, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Let state dicts of the module and of its parts have whole `weights` inside the context. Collective.
+    """Let state dicts of the module and of its parts have full `weights` inside the context. Collective.
 
     Other parameters are on the meta device. PEFT also runs prompt encoders, which is done here on every rank.
     """

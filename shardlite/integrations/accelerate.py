@@ -119,7 +119,7 @@ def _prepare_model(
             return original(accelerator, model, device_placement, evaluation_mode)
         _check(accelerator)
         if not any(param.requires_grad for param in model.parameters()):
-            return original(accelerator, model, device_placement, True)  # nothing to average: stays whole on each rank
+            return original(accelerator, model, device_placement, True)  # nothing to average: stays full on each rank
         wrapped = _wrap(original, accelerator, model)
     for optimizer in accelerator._optimizers:
         adopt(wrapped, bare(optimizer))

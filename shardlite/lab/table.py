@@ -59,7 +59,7 @@ RENDERERS = {
 
 _DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
 
-_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
+DEFAULTS: Row = {"precision": "fp32", "accumulation": 1, "clip": None}
 """Values to assume if a row lacks these keys."""
 
 
@@ -118,12 +118,6 @@ def rows_for(words: Sequence[str], folder: Path = RESULTS, root: Path = RESULTS.
     raise NoRowsError(f"no row in {', '.join(map(str, files)) or folder} matches {terms}")
 
 
-def gpu_has_run(folder: Path = RESULTS) -> bool:
-    """Return whether the folder has a result of `bench.gpu`: the bits of a kernel, or a time."""
-    rows = read_rows(folder.glob("gpu-*.jsonl"))
-    return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
-
-
 def runs(folder: Path = RESULTS) -> list[Path]:
     """Return the files of `python -m bench`, newest first."""
     dated = [(found[1], file) for file in folder.glob("*.jsonl") if (found := _DATE.search(file.name))]
@@ -132,7 +126,7 @@ def runs(folder: Path = RESULTS) -> list[Path]:
 
 def matches(row: Row, terms: dict[str, str]) -> bool:
     """Return whether a row has the values of the terms, compared as text."""
-    values = {**_DEFAULTS, **row}
+    values = {**DEFAULTS, **row}
     return all(str(values.get(key)).lower() == value.lower() for key, value in terms.items())
 
 

@@ -1,13 +1,18 @@
 """Hand shards to optimizers, and step whole parameters.
 
 In: optimizers of the program, and wrapped models. Out: optimizers that hold shards with their part of the state, or an
-error that tells what to use instead: `WholeParameters`. Read `hand_over.py` first, which decides. `probe.py` tries an
-optimizer, with the help of `twins.py`. `states.py` saves and loads the states of shards.
+error that tells what to use instead: `WholeParameters`. Read `hand_over.py` first, which decides.
+
+    hand_over.py     replaces parameters by shards       states.py        saves and loads the states of shards
+    probe.py         tries an optimizer on shards        param_groups.py  matches groups of a saved state by names
+    twins.py         the optimizers of a trial
 
 In `WholeParameters`, each parameter has one owner, a rank that steps the whole parameter, with the bits of the same
-optimizer on unsharded parameters. Read `whole_parameters.py` first. `members.py` describes the parameters,
-`assignment.py` chooses owners, `steps.py` steps the parameters of one unit, and `pipeline.py` moves pieces to the
-owners and back, unit by unit.
+optimizer on unsharded parameters. Read `whole_parameters.py` first.
+
+    members.py       describes one parameter             instance.py      an instance of the program's class
+    groups.py        whole and elementwise parameters    steps.py         steps the parameters of one unit
+    assignment.py    chooses owners                      pipeline.py      moves pieces to the owners and back
 """
 
 from importlib import import_module

@@ -68,7 +68,7 @@ def hand_over(
 
 
 def judge(model: OptimizerBridge, optimizer: Optimizer, shards: Mapping[Tensor, Tensor] | None = None) -> None:
-    """Raise if an optimizer cannot step a model as it would step full parameters. Warn if this is not known.
+    """Raise if an optimizer cannot step a model as it would step an unsharded one. Warn if this is not known.
 
     Trial steps find this out. The error is the same on all ranks, because their optimizers have the same options.
 

@@ -16,13 +16,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardlite.plan.budget import HELD, Budget, Recipe, UnitBudget, budget_of
+    from shardlite.plan.budget import HELD, UnitBudget
     from shardlite.plan.clusters import CARDS, CLUSTERS, LINKS, Card, Cluster, LinkCost, Operation, memory_of
     from shardlite.plan.limit import MOST_RANKS, check_memory_limit
     from shardlite.plan.planner import Planner, RankPlan, Setting
     from shardlite.plan.source import Source, SourceError, units_of
     from shardlite.plan.step_time import Scaling, scaling, simulate
-    from shardlite.plan.timeline import ACTIVATIONS, Event, Kind, StepTimeline, timeline_of
+    from shardlite.plan.timeline import ACTIVATIONS, Event, Kind
 
 
 def _import_late(name: str) -> Any:

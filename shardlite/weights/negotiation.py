@@ -57,7 +57,6 @@ from zlib import crc32
 import torch
 
 from shardlite.comm import Context, Moment, Operation, Work, all_gather
-from shardlite.comm.collectives import are_equal
 from shardlite.errors import SAME_PASSES, CommError, DesyncError, PhaseError
 from shardlite.params import Unit
 from shardlite.weights.all_gather import GatherQueue
@@ -153,7 +152,7 @@ class Negotiation:
         here = f"{self._wish(mine, kind)}, at step {mine.step}"
         if rounds is not None:  # with many ranks, a comparison costs less than an exchange
             operation = self._operation("the next gather, whether all say the same", here)
-            if are_equal(mine, rounds, operation=operation):
+            if rounds.are_equal(mine, operation):
                 return Round(wants, [needed] * self._context.transport.world_size, alike=True)
         proposals = [Proposal(*each) for each in self._exchange(mine, "the next gather", here)]
         wishes, kinds, steps, needs, used = zip(*proposals, strict=True)

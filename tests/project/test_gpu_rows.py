@@ -11,8 +11,8 @@ import pytest
 from bench.gpu.land import landed
 from bench.gpu.run import PROBES, ROWS, main
 from shardlite.lab import table
-from shardlite.lab.table import RESULTS, gpu_has_run, read_rows
-from tests.support.markdown import PAGES, ROOT, with_new_tables
+from shardlite.lab.table import RESULTS, read_rows
+from tests.support.markdown import PAGES, ROOT, gpu_has_run, with_new_tables
 
 MACHINE = {"card": "NVIDIA Made-up 9000", "machine": "NVIDIA Made-up 9000; a processor, 16 cores", "torch": "2.11.0"}
 MACHINE |= {"python": "3.12.3", "date": "2026-01-02", "dry": False, "bench": "gpu"}

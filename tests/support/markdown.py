@@ -71,7 +71,13 @@ def with_new_tables(text: str, results: Path = selection.RESULTS) -> str:
         return f"{found['open']}{found['source']}{found['begin']}\n{table}\n\n" if table else _emptied(found)
 
     text = _TABLE.sub(renewed, text)
-    return _UNTIL.sub("", text) if selection.gpu_has_run(results) else text
+    return _UNTIL.sub("", text) if gpu_has_run(results) else text
+
+
+def gpu_has_run(folder: Path = selection.RESULTS) -> bool:
+    """Return whether the folder has a result of `bench.gpu`: the bits of a kernel, or a time."""
+    rows = selection.read_rows(folder.glob("gpu-*.jsonl"))
+    return any("error" not in row and ("contract" in row or "ms_p50" in row) for row in rows)
 
 
 def _emptied(found: re.Match[str]) -> str:
@@ -88,10 +94,10 @@ def made_if_any(source: str, results: Path = selection.RESULTS) -> str:
 
 def made(source: str, results: Path = selection.RESULTS) -> str:
     """Return the table that `COMMAND FILE ...` prints, with some systems only if it ends in `, only: SYSTEM, ...`."""
-    if "shardlite.lab.losses" in source:  # it chooses among all rows
-        from shardlite.lab import losses
+    if "shardlite.lab.slower" in source:  # it chooses among all rows
+        from shardlite.lab import slower
 
-        return losses.table()
+        return slower.table()
 
     if "shardlite.lab.links" in source:  # it has no rows
         from shardlite.lab import links

@@ -46,7 +46,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend
 
 from shardlite.comm.chunking import Cut, cut_up
-from shardlite.comm.operation import UNNAMED, Operation
+from shardlite.comm.operation import UNNAMED, Operation, Running
 from shardlite.comm.schedule import IN_RING_ORDER
 from shardlite.comm.transport.base import LastHop, Rows, Transport
 from shardlite.comm.transport.gloo import GlooTransport, GroupTransport, InFlight, Posted
@@ -319,13 +319,17 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         """Sum integers [n] over the ranks in place, uncounted. Integer sums are exact in any order."""
         self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _SUM), (numbers,))
 
-    def largest(self, numbers: Tensor) -> None:
-        """Replace integers [n] in place by their maximum over the ranks.
+    def are_equal(self, numbers: Sequence[int], operation: Operation = UNNAMED) -> bool:
+        """Return whether all ranks pass the same `numbers`. The check takes one collective of `O(log2(W))` steps.
 
         Raises:
-            CommError: a peer failed or is late.
+            CommError: a peer failed, timed out or runs a different operation.
         """
-        self._run("all-reduce", lambda numbers: self._group.allreduce([numbers], _LARGEST), (numbers,))
+        both = torch.tensor([*numbers, *(-each for each in numbers)])
+        with Running(operation, both):
+            operation.count_collective(both.nbytes)
+            self._run("all-reduce", lambda both: self._group.allreduce([both], _LARGEST), (both,))
+        return torch.equal(both[: len(numbers)], -both[len(numbers) :])
 
     def copy_from(self, source: int, full: Tensor) -> None:
         """Copy `full` [n] of rank `source` to `full` of every other rank, uncounted."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from shardlite.lab.compared.trainer import Trainer
 from shardlite.lab.compared.workloads import Batch, Workload
 
 PrecisionName = Literal["fp32", "bf16"]
-PRECISIONS: Sequence[PrecisionName] = get_args(PrecisionName)
 
 ROUNDOFF = {None: 2.0**-24, torch.bfloat16: 2.0**-9}
 """The largest relative error of rounding to the dtype of computation, where `None` is fp32."""

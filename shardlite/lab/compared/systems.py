@@ -52,8 +52,8 @@ from shardlite.lab.compared.trainer import (
     InParts,
     Trainer,
     flat,
+    full_of_dtensor,
     join,
-    whole_of_dtensor,
 )
 from shardlite.plan import Setting, Source
 
@@ -159,7 +159,7 @@ def build_fsdp2(
     for unit in [*units, model]:
         reshard = False if tuned and unit is units[-1] else None  # `None` is the default
         fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-    return Trainer(model, optimizer(model), whole_of_dtensor)
+    return Trainer(model, optimizer(model), full_of_dtensor)
 
 
 def build_shardlite(
@@ -188,7 +188,7 @@ def build_shardlite(
 def build_tree(workload: Any, group: dist.ProcessGroup) -> Trainer:
     """Build ShardLite at stage 3 with a sum of gradients that does not depend on the number of ranks."""
     trainer = build_shardlite(workload, group, order="tree", parts=group.size())
-    return InParts(trainer.model, trainer.optimizer, trainer.whole)
+    return InParts(trainer.model, trainer.optimizer, trainer.full)
 
 
 def build_deepspeed(workload: Any, _: dist.ProcessGroup, *, stage: int) -> Trainer:  # it takes the default group

@@ -30,7 +30,7 @@ class Trainer:
 
     model: nn.Module
     optimizer: Optimizer
-    whole: Callable[[Tensor], Tensor]
+    full: Callable[[Tensor], Tensor]
     """Function of a shard that returns the full parameter or gradient, flattened. Collective."""
 
     accumulation: int = 1
@@ -84,11 +84,11 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """Return all parameters, unsharded and flattened, by their names in the plain model."""
-        return {name: self.whole(param.detach()) for name, param in self._named()}
+        return {name: self.full(param.detach()) for name, param in self._named()}
 
     def gradients(self) -> dict[str, Tensor]:
         """Return all gradients, unsharded and flattened, by the names of their parameters."""
-        return {name: self.whole(param.grad) for name, param in self._named() if param.grad is not None}
+        return {name: self.full(param.grad) for name, param in self._named() if param.grad is not None}
 
     def _backward(self, batch: Batch, parts: int) -> Tensor:
         """Run forward and backward of one of `parts` micro-batches, and return its share of the loss, []."""
@@ -208,7 +208,7 @@ def flat(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).clone()
 
 
-def whole_of_dtensor(tensor: Tensor) -> Tensor:
+def full_of_dtensor(tensor: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, flattened. Collective."""
     assert isinstance(tensor, DTensor)
     return flat(tensor.full_tensor())

@@ -53,10 +53,10 @@ class Record:
     """The loss [] of each step: this rank's loss, or the mean over all ranks if one process trained on all batches."""
 
     gradients: Gradients
-    """Whole gradients of the first step, averaged over the ranks. `None` for a parameter that no rank used."""
+    """Full gradients of the first step, averaged over the ranks. `None` for a parameter that no rank used."""
 
     weights: Weights
-    """Whole parameters and floating-point buffers after the last step."""
+    """Full parameters and floating-point buffers after the last step."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def sharded(task: Task, stage: int) -> Record:
     def run(step: int) -> Tensor:
         return _backward(model(*task.batch(step, task.rank)))
 
-    gradients = partial(_whole_gradients, task, model, shapes, stage)
+    gradients = partial(_full_gradients, task, model, shapes, stage)
     return _train(task, optimizer, run, gradients, model.full_state_dict)
 
 
@@ -147,7 +147,7 @@ def elastic(task: Task) -> tuple[Mapping[int, Weights], Weights, Sequence[int]]:
     A smaller run uses the first ranks. The other ranks wait.
 
     Returns:
-        The whole parameters of the runs by their numbers of ranks; the whole parameters of the run on a decreasing
+        The full parameters of the runs by their numbers of ranks; the full parameters of the run on a decreasing
         number of ranks; and the numbers of ranks of the latter run. Only rank 0 gets parameters.
     """
     counts = [1 << i for i in range(task.world_size.bit_length())]
@@ -228,7 +228,7 @@ def _train_in_torch(task: Task, module: nn.Module, loss: Callable[[int], Tensor]
 
 
 def _train_parts(task: Task, group: dist.ProcessGroup | None, steps: range, folder: Path | None) -> Weights:
-    """Train on the ranks of a group, and return the whole parameters on rank 0.
+    """Train on the ranks of a group, and return the full parameters on rank 0.
 
     If there is a folder, resume from its checkpoint and save a checkpoint.
     """
@@ -268,12 +268,12 @@ def _first_step(task: Task, module: nn.Module, ranks: Sequence[int]) -> Step:
 
 def _step(loss: Tensor, gradients: Gradients, params: Mapping[str, nn.Parameter]) -> Step:
     """Return a step in fp64. A parameter that this rank did not use has a zero gradient."""
-    whole = {}
+    full = {}
     for name, param in params.items():
         if param.requires_grad:
             grad = gradients.get(name)
-            whole[name] = (torch.zeros_like(param).detach() if grad is None else grad).double()
-    return Step(loss.detach().double(), whole)
+            full[name] = (torch.zeros_like(param).detach() if grad is None else grad).double()
+    return Step(loss.detach().double(), full)
 
 
 def _replicated(task: Task) -> nn.Module:
@@ -319,8 +319,8 @@ def _apart(one: Step, other: Step) -> Step:
     return Step((one.loss - other.loss).abs(), gradients)
 
 
-def _whole_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
-    """Return the whole gradients. From stage 1 on, assemble each gradient from the consecutive shards of all ranks."""
+def _full_gradients(task: Task, model: ShardLite, shapes: Mapping[str, torch.Size], stage: int) -> Gradients:
+    """Return the full gradients. From stage 1 on, assemble each gradient from the consecutive shards of all ranks."""
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with as_they_are():  # do not unshard the parameters
         own = {n: None if p.grad is None else p.grad.as_subclass(Tensor).flatten().clone() for n, p in params.items()}

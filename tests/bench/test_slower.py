@@ -1,8 +1,8 @@
-"""The table of losses takes the worst pair of the newest runs, and gives a reason in each line."""
+"""The table of slower cases takes the worst pair of the newest runs, and gives a reason in each line."""
 
 import re
 
-from shardlite.lab.losses import LOSSES, render
+from shardlite.lab.slower import CASES, render
 from tests.support.markdown import ROOT
 
 COMMON = {"bench": "step", "model": "gpt", "ranks": 2, "transport": "gloo", "machine": "m", "torch": "2", "file": "f"}
@@ -29,4 +29,4 @@ def test_each_line_of_the_page_has_a_reason():
     section = (ROOT / "docs" / "measured.md").read_text().split("## Where ShardLite is slower")[1].split("\n## ")[0]
     lines = re.findall(r"^\| ([A-Z][^|]*) \|", section, flags=re.MULTILINE)
     reasons = re.findall(r"^- \*\*(.*?)\.\*\*", section, flags=re.MULTILINE)
-    assert lines == reasons == [loss.what for loss in LOSSES]
+    assert lines == reasons == [case.what for case in CASES]

@@ -1,4 +1,4 @@
-"""Table of cases in which ShardLite takes more time or memory than a peer, printed by `python -m shardlite.lab.losses`.
+"""Table of cases in which ShardLite takes more time or memory than a peer, printed by `python -m shardlite.lab.slower`.
 
 Each line is the worst case of the newest runs under `bench/results/`. `docs/measured.md` has the table, with a reason
 for each line.
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from shardlite.lab.table import RESULTS, Row, markdown_table, quantity, read_rows, system_name, unit
+from shardlite.lab.table import DEFAULTS, RESULTS, Row, markdown_table, quantity, read_rows, system_name, unit
 
 Where = Mapping[str, str]
 
@@ -29,14 +29,11 @@ _LABELS = {
 }
 """Keys that distinguish the rows of a run of a bench, if not only `system` does."""
 
-_DEFAULTS: Row = {"precision": "fp32", "accumulation": 1}
-"""Defaults for settings that are missing from a row."""
-
 _SAME = ("ranks", "nbytes")
 """Two rows of a run are compared only if they have the same values of these keys."""
 
 
-class Loss(NamedTuple):
+class Case(NamedTuple):
     """A measured value of ShardLite to compare with a peer in the same run. Lower is better."""
 
     what: str
@@ -54,18 +51,18 @@ _ADAMW = {"operation": "adamw", "format": "fp32 weights, int8 moments, fp32 grad
 _TORCHS = {"operation": "_fused_adamw_", "format": "fp32 weights, fp32 moments, fp32 gradient"}
 _RING = {"transport": "p2p", "algorithm": "ring"}
 
-LOSSES = (
-    Loss("Peak in tensors, stage 3", "step", "peak_bytes", _STAGE3, _FSDP2),
-    Loss("Peak of a process, stage 3", "footprint", "pss_bytes", _STAGE3, _FSDP2),
-    Loss("Held between steps, stage 3", "footprint", "between_bytes", _STAGE3, _FSDP2),
-    Loss("Step over shared memory, stage 3", "step", "ms_p50", _STAGE3, _DDP),
-    Loss("Step over gloo, stage 3", "step", "ms_p50", _P2P, _DDP),
-    Loss("Collective over gloo", "ring", "ms_p50", _RING, {"transport": "gloo"}, "gloo's own"),
-    Loss("Host per unit, tiny blocks", "host", "us_per_unit_p50", _STAGE3, _DDP),
-    Loss("Host per unit, messages to many ranks", "host-fake", "cpu_us_per_unit_p50", _P2P, _FSDP2),
-    Loss("Save", "checkpoint", "seconds_p50", _SAVE, {"system": "raw"}, "plain writes"),
-    Loss("Asynchronous save, until it is on the disk", "checkpoint", "seconds_p50", {"system": "async_save"}, _SAVE),
-    Loss("AdamW with 8-bit moments on a CPU", "kernels", "ms_p50", _ADAMW, _TORCHS, "PyTorch's, in fp32"),
+CASES = (
+    Case("Peak in tensors, stage 3", "step", "peak_bytes", _STAGE3, _FSDP2),
+    Case("Peak of a process, stage 3", "footprint", "pss_bytes", _STAGE3, _FSDP2),
+    Case("Held between steps, stage 3", "footprint", "between_bytes", _STAGE3, _FSDP2),
+    Case("Step over shared memory, stage 3", "step", "ms_p50", _STAGE3, _DDP),
+    Case("Step over gloo, stage 3", "step", "ms_p50", _P2P, _DDP),
+    Case("Collective over gloo", "ring", "ms_p50", _RING, {"transport": "gloo"}, "gloo's own"),
+    Case("Host per unit, tiny blocks", "host", "us_per_unit_p50", _STAGE3, _DDP),
+    Case("Host per unit, messages to many ranks", "host-fake", "cpu_us_per_unit_p50", _P2P, _FSDP2),
+    Case("Save", "checkpoint", "seconds_p50", _SAVE, {"system": "raw"}, "plain writes"),
+    Case("Asynchronous save, until it is on the disk", "checkpoint", "seconds_p50", {"system": "async_save"}, _SAVE),
+    Case("AdamW with 8-bit moments on a CPU", "kernels", "ms_p50", _ADAMW, _TORCHS, "PyTorch's, in fp32"),
 )
 
 
@@ -76,31 +73,31 @@ def table(results: Path = RESULTS) -> str:
 
 
 def render(rows: Sequence[Row]) -> str:
-    """Return a line for each loss that has rows."""
+    """Return a line for each case that has rows."""
     head = ["quantity", "worst case", "peer", "peer's value", "ShardLite's value", "ratio"]
-    found = ([row for row in rows if row["bench"] == loss.bench] for loss in LOSSES)
-    lines = [line for loss, its in zip(LOSSES, found, strict=True) if (line := _line(loss, its))]
+    found = ([row for row in rows if row["bench"] == case.bench] for case in CASES)
+    lines = [line for case, its in zip(CASES, found, strict=True) if (line := _line(case, its))]
     return markdown_table([head, *lines], words=3)
 
 
-def _line(loss: Loss, rows: Sequence[Row]) -> list[str]:
+def _line(case: Case, rows: Sequence[Row]) -> list[str]:
     """Return the line of the worst pair of rows."""
-    worst = max(_pairs(loss, rows), key=lambda pair: float(pair[0][loss.key] / pair[1][loss.key]), default=None)
+    worst = max(_pairs(case, rows), key=lambda pair: float(pair[0][case.key] / pair[1][case.key]), default=None)
     if worst is None:
         return []
-    ours, its = (row[loss.key] for row in worst)
-    cells = [quantity(loss.key, each) for each in (its, ours)]
-    name = loss.name or system_name(worst[1]["system"])
-    return [loss.what, _place(worst[0]), name, *cells, f"{ours / its:.2f}"]
+    ours, its = (row[case.key] for row in worst)
+    cells = [quantity(case.key, each) for each in (its, ours)]
+    name = case.name or system_name(worst[1]["system"])
+    return [case.what, _place(worst[0]), name, *cells, f"{ours / its:.2f}"]
 
 
-def _pairs(loss: Loss, rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
+def _pairs(case: Case, rows: Sequence[Row]) -> Iterator[tuple[Row, Row]]:
     """Yield the pairs of rows to compare, from the newest run of each setting."""
-    for newest, *_ in by_setting(rows, _LABELS.get(loss.bench, ("system",))):
+    for newest, *_ in by_setting(rows, _LABELS.get(case.bench, ("system",))):
         for ours in newest:
             for beside in newest:
                 alike = all(ours.get(key) == beside.get(key) for key in _SAME)
-                if alike and _is(ours, loss.ours, loss.key) and _is(beside, loss.beside, loss.key):
+                if alike and _is(ours, case.ours, case.key) and _is(beside, case.beside, case.key):
                     yield ours, beside
 
 
@@ -111,7 +108,7 @@ def by_setting(rows: Iterable[Row], labels: Collection[str]) -> list[list[list[R
     """
     settings: dict[str, dict[tuple[str, ...], list[Row]]] = {}
     for row in rows:
-        setting = json.dumps([row.get(key, _DEFAULTS.get(key)) for key in _SETTINGS if key not in labels])
+        setting = json.dumps([row.get(key, DEFAULTS.get(key)) for key in _SETTINGS if key not in labels])
         run = (row["date"], row["torch"], row["file"])
         settings.setdefault(setting, {}).setdefault(run, []).append(row)
     return [[run for _, run in sorted(runs.items(), reverse=True)] for runs in settings.values()]
