@@ -3,8 +3,8 @@
     python -m bench.host --gpu-path
 
 trains blocks of GPT-2 (12 parameters, checkpointed) and of Llama (9, not checkpointed) in bf16, as rank 0 of 8. Streams
-and events are simulated (`shardlite.lab.fake.simulated_cuda`); collectives and launches of Triton do nothing. All else
-runs as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference
+and events are simulated (`shardlite.lab.fake.simulated_cuda`); collectives and launches of Triton do nothing. All other
+code runs as on a GPU: queues, kept buffers, hooks, and the checks of kernels. Counts are exact. They are the difference
 between a steady step of 6 blocks and one of 4, divided by 2, so they exclude the work of the root and of the step as a
 whole.
 
@@ -107,7 +107,7 @@ def _gpt2(layers: int) -> Workload:
 
 
 def _llama(layers: int) -> Workload:
-    """Return blocks that have 14 slices of reductions, as the real ones: with a smaller width they would have fewer."""
+    """Return blocks that have 14 slices of reductions, like real blocks. Narrower blocks would have fewer slices."""
     return llama_blocks("llama", layers=layers, context=8, width=128)
 
 
@@ -223,7 +223,7 @@ def _on_a_gpu(counts: Counts, slice_nbytes: int) -> Iterator[dist.ProcessGroup]:
     own_data = SimpleNamespace(__get__=torch._C.TensorBase.data.__get__, __set__=counts.set_data)
     fsdp2 = [module for name, module in sys.modules.items() if "fsdp._fully_shard" in name]
     patches = [
-        (torch.cuda, "is_available", lambda: False),  # else models go to the GPU that there may be
+        (torch.cuda, "is_available", lambda: False),  # otherwise models would use a GPU of this machine
         (parameters, "_own_data", own_data),
         (import_module("shardlite_kernels.scale"), "_table", lambda *_: (_TABLE, 1)),  # else addresses change counts
         (context, "Traffic", mock.Mock(return_value=Traffic(torch.device("cuda")))),

@@ -3,8 +3,8 @@
     python -m bench.readme            measures in under ten minutes, then draws
     python -m bench.readme --draw     only draws
 
-Rows go to `bench/results/readme.jsonl`. Each names the commit that was measured (`commit`), so that a test can tell its
-age. The picture is `docs/readme.svg`.
+Rows go to `bench/results/readme.jsonl`. Each row names the measured commit (`commit`), so that a test can compute the
+age of the row. The picture is `docs/readme.svg`.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ EVERY_RANK = (
     "and load(): do not put these calls under `if rank == 0:`, only what prints or writes their results. If ranks "
     "evaluate different numbers of batches, evaluate inside `with model.gathered():`"
 )
-"""The remedy if ranks wait for each other in different calls, or a rank has not come."""
+"""The remedy if ranks wait for each other in different calls, or a rank has not arrived."""
 
 
 class CheckpointError(ShardLiteError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What packages that build on ShardLite may use besides `shardlite`: trainers, and averages of weights.
+"""Further names for packages that build on ShardLite, such as trainers and averages of weights.
 
     launched_ranks, ranks_of                   the ranks
     agree                                      all ranks raise one error, or none does
@@ -84,7 +84,7 @@ def agree(
     *,
     subject: str = "models",
 ) -> None:
-    """Raise an error on every rank if any rank has a problem, or other facts than rank 0. Collective.
+    """Raise an error on every rank if any rank has a problem, or if its facts differ from rank 0's. Collective.
 
     Args:
         ranks: a wrapped model, or ranks as for `ShardLite(group=...)`.
@@ -110,7 +110,7 @@ def agree(
 
 
 def models_of(tensors: Iterable[Tensor]) -> list[ShardLite]:
-    """Return the wrapped models of some tensors, each once.
+    """Return the wrapped models to which `tensors` belong, each model once.
 
     Args:
         tensors: shards (`model.parameters()`), parameters of modules (`model.module.parameters()`), and other tensors,
@@ -141,9 +141,9 @@ def reducing(model: ShardLite) -> AbstractContextManager[None]:
 
 
 def gather_state_dicts(model: ShardLite) -> None:
-    """From now on, let `state_dict()` of the module and of its submodules gather weights, instead of being refused.
+    """Make later calls of `state_dict()` of the module and its submodules gather weights instead of raising.
 
-    Every rank must call it, and gets full weights on the CPU.
+    Every rank must call `state_dict()`, and gets full weights on the CPU.
     """
     ModelState(model).full.gathers_states = True
 
@@ -201,13 +201,13 @@ class Weights:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the program captures a CUDA graph now, which would repeat what is done to the weights."""
+        """Whether the program captures a CUDA graph now, whose replays would repeat changes of the weights."""
         return self._state.context.streams.captures()
 
     def allocate(self, flats: Sequence[Flat], purpose: str) -> list[Tensor]:
         """Allocate a tensor like `weights()` [n] of each flat. `model.memory()` counts them under `purpose`.
 
-        Flats that follow each other in memory have tensors that do.
+        If flats are adjacent in memory, so are their tensors.
         """
         kinds = [(flat.master, flat.layout.trainable) for flat in flats]
         device, ledger = self._state.context.device, self._state.context.ledger

@@ -560,15 +560,15 @@ class ShardLite(nn.Module):
         """Return a function that takes the same training steps as `step`, on a GPU by replaying a CUDA graph.
 
         `step` takes one training step: forward, backward, clipping and `optimizer.step()`. The first `warmup` calls run
-        it. The next call captures it and replays the graph, and so do all later calls, at the cost of a few calls of
-        the host. Each call trains its own batch, once. Every rank must call the function equally often.
+        `step`. The next call captures `step` in a graph. This call and all later calls replay the graph, which costs
+        the host a few calls. Each call trains its own batch, once. Every rank must call the function equally often.
 
-        Inputs are copied to fixed places. The outputs of a replay are fixed tensors, too, which the next call
-        overwrites: clone what must stay. They are detached. A replay runs no Python code: prints and hooks do not run,
-        and numbers that `step` reads from elsewhere stay as they were. New shapes or constants among the inputs need
-        another capture. After a change on all ranks (`gathered()`, loaded weights, a step without the function,
-        `requires_grad`, an optimizer's options), the next `warmup` calls run the step again before the next capture. So
-        pass a learning rate that changes often as a tensor on the GPU.
+        Inputs are copied to fixed addresses. Outputs are detached tensors that the next call overwrites: clone an
+        output to keep it. A replay runs no Python code: prints and hooks do not run, and numbers that are not inputs
+        keep their values from the capture. New shapes or constants among the inputs need another capture. After a
+        change on all ranks (`gathered()`, loaded weights, a step without the function, `requires_grad`, an optimizer's
+        options), the next `warmup` calls run the step again before the next capture. So pass a learning rate that
+        changes often as a tensor on the GPU.
 
         On a CPU, the result is `step` itself, with a warning. `docs/gpu.md` lists the rules for `step`.
 
@@ -666,8 +666,8 @@ class ShardLite(nn.Module):
 
         `model.ledger.reset_peak()` resets the peaks, except those of messages, mailboxes and pinned memory.
 
-        Any thread may call this. On another thread than that of the forwards, `optimizer state` and, on a single rank,
-        `gradients` are as of the latest step that followed such a call.
+        Any thread may call this. On a thread that does not run the model, `optimizer state` and, on a single rank,
+        `gradients` are not current: they are updated by the next step after each call.
 
         Args:
             process: also return `process`, the memory of this process, and `unexplained`, the part outside the purposes
@@ -780,10 +780,10 @@ class ShardLite(nn.Module):
         Parameters come in the order of units, under their original names. A tied parameter comes under each of its
         names, as in `full_state_dict()`. Each rank gets its own ignored parameters, at the end.
 
-        Each tensor is a copy that belongs to the program. To save memory, drop it before the next one.
+        Each tensor is a copy that belongs to the program. To save memory, drop each copy before you request the next.
 
-        If a rank leaves its loop early (by `break` or an exception), the other ranks leave theirs with an error, unless
-        they leave it too. Inside the loop, the model and its optimizer cannot be called.
+        If a rank leaves its loop early (by `break` or an exception), the loops of the other ranks raise an error,
+        unless these ranks leave early too. Inside the loop, the model and its optimizer cannot be called.
 
         Args:
             dtype: dtype of floating-point parameters. Each rank casts its shards before they are sent, so a narrow
@@ -1009,7 +1009,7 @@ class ShardLite(nn.Module):
     # ---- construction -----------------------------------------------------------------------------------------------
 
     def _wrap(self, options: Options, ranks: Ranks) -> None:
-        """Plan the units with all ranks, allocate them, and build and install what drives them."""
+        """Plan the units with all ranks, allocate them, and build and install their engine."""
         plan = agree_on_plan(self.module, options, ranks, ShardLite)
         if options.memory_limit is not None:
             from shardlite.plan import check_memory_limit  # late: few programs set a limit

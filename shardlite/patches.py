@@ -1,7 +1,7 @@
 """The list of everything that ShardLite changes in other packages, and the ways to change it.
 
-A room adds its patches to `PATCHES` when it is imported, and `install()` makes those of a package when a model is first
-wrapped or a trainer is first used. `docs/patches.md` lists the patches for users.
+A room adds its patches to `PATCHES` when it is imported, and `install()` makes the patches of a package when a model is
+first wrapped or a trainer is first used. `docs/patches.md` lists the patches for users.
 
 A program may already have imported a function by name, so a patch never rebinds the name of a public function: it
 replaces a method of a class, a private function, or what runs inside of a public function. Each replacement is called
@@ -46,7 +46,7 @@ _made: set[Patch] = set()
 def change(
     target: str, *, package: str = "torch", rests_on: str = "none"
 ) -> Callable[[Callable[[], object]], Callable[[], object]]:
-    """Return a decorator that adds a function to `PATCHES`, which makes the change. Its docstring is `why`.
+    """Return a decorator that adds a function to `PATCHES`. The function makes the change. Its docstring is `why`.
 
     Args:
         target, package, rests_on: fields of `Patch`.
@@ -63,7 +63,7 @@ def patch(owner: Any, name: str = "", *, package: str) -> Callable[[Callable[...
     """Return a decorator for a function that replaces another one, from the next `install(package)` on.
 
     The decorated function is called with the original function first, and with the arguments of the call. Its docstring
-    says what would happen without it, and stands in `docs/patches.md`.
+    says what would happen without the patch. `docs/patches.md` quotes the docstring.
 
     Args:
         owner: a class or a module, or a function that programs import by name.

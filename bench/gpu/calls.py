@@ -95,7 +95,7 @@ def _us(call: Call, report: Report) -> float:
 
 
 class _Typical:
-    """A method as long as most."""
+    """A method of typical length."""
 
     def __init__(self) -> None:
         self.first, self.second = 1, 2

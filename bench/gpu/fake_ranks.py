@@ -87,7 +87,7 @@ class _System:
     """Function that takes a step, and returns the loss."""
 
     found: dict[str, Any]
-    """What is known before the timing."""
+    """Keys of the row that are known before the timing."""
 
     fakes: list[float] = field(default_factory=list)
     """Milliseconds that the host has spent in fake collectives in each step."""
@@ -131,7 +131,7 @@ class Bench:
         return _System(trainer, step, self._counted(step, before) | {"clip": trainer.max_norm})
 
     def _captured(self, system: str) -> _System:
-        """Capture forward, backward, clipping and optimizer. PyTorch wants the first steps on the same stream."""
+        """Capture forward, backward, clipping and optimizer. PyTorch requires the first steps on the same stream."""
         before = _allocated(self.report.device)
         trainer, step = self._trainer(system)
         for options in trainer.optimizer.param_groups:
@@ -156,7 +156,7 @@ class Bench:
         return _System(trainer, replay, found | {"clip": trainer.max_norm})
 
     def _counted(self, step: Callable[[], object], before: int) -> dict[str, Any]:
-        """Take a step. Return for how long it has the link, and how far the memory's peak is above `before`."""
+        """Take a step. Return how long the step occupies the link, and how far the memory's peak is above `before`."""
         device, seconds = self.report.device, self.link.seconds
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
@@ -177,7 +177,7 @@ class Bench:
             gc.unfreeze()
 
     def checked(self, ready: Mapping[str, _System], times: Mapping[str, Times]) -> dict[str, Times]:
-        """Return the times of the systems whose loss is a number: others may have skipped steps."""
+        """Return the times of the systems whose loss is a number. Systems with a NaN may have skipped steps."""
         right = set()
         for name, system in ready.items():
             with self.report.guarded(**self.names, system=name):

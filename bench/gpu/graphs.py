@@ -59,7 +59,7 @@ def graphs(report: Report) -> None:
 
 
 def _times(workload: Workload, way: str, report: Report) -> dict[str, object]:
-    """Return the times of a step that is launched, and of the same step captured, and what its graph is."""
+    """Return the times of a step when it is launched and when it is captured, and counts of its graph."""
     rounds = 1 if report.dry else _ROUNDS
     if way == "masked" and not report.dry:
         workload = _masked(workload)

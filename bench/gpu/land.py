@@ -15,7 +15,7 @@ from shardlite.lab.table import RESULTS, Row, read_rows, replace_rows
 _WORDS = {"bench", "card", "date", "probe", "status"}
 
 _ENDED = ("ok", "failed", "ended after")
-"""How the status of a probe begins that had its time."""
+"""Beginning of the status of a probe that reached its time limit."""
 
 
 def land(path: Path, results: Path = RESULTS) -> int:

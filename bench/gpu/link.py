@@ -1,8 +1,8 @@
-"""A link that does not exist. Each fake collective is one kernel: it fills its target, and waits for its turn.
+"""A simulated link. Each fake collective is one kernel, which fills its target and waits for its turn.
 
 In a collective, a rank sends and receives at the same time. So all collectives of a rank, gathers and reductions, share
-one link. Each has the link alone for `bytes / bandwidth` plus a latency. A collective that begins while another one has
-the link waits for its turn, also if the two are on different streams:
+one link. Each collective has the link alone for `bytes / bandwidth` plus a latency. A collective that begins while
+another one has the link waits for its turn, also if the two are on different streams:
 
     stream of gathers      [ fills, has the link ]
     stream of reductions        [ fills, waits   ][ has the link ]
@@ -62,10 +62,10 @@ def _collective_kernel(
     ELEMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Copy `own` [numel] to each row of `out` [ROWS, numel], and have the link for `ns`. Both are addresses.
+    """Copy `own` [numel] to each row of `out` [ROWS, numel], and occupy the link for `ns`. Both are addresses.
 
     `link` [2] is the moment at which the link is free, and 1, or 0 if collectives take no time. `n` programs copy. Two
-    atomic operations suffice: between them, others can only move the moment forward.
+    atomic operations suffice: between them, other kernels can only move the moment forward.
     """
     program = tl.program_id(0).to(tl.int64)
     until = program * 0
@@ -105,7 +105,7 @@ class FakeLink:
         self._link = torch.tensor([0, 1], device=device)
 
     def __call__(self, method: str, target: Tensor, source: Tensor, *rest: Any) -> None:
-        """Fill `target` [n] and have the link. `method` and the rest are a method of a process group, and arguments."""
+        """Fill `target` [n] and occupy the link. `method` is that of a process group, with its arguments."""
         begin = time.perf_counter()
         nbytes = max(target.nbytes, source.nbytes)
         if method == "alltoall_base" and rest[0]:  # bytes from and to each rank, of which this one is rank 0

@@ -130,8 +130,8 @@ def in_turns(
 ) -> dict[str, Times]:
     """Time several systems in rotation, and the first one again at the end, as "FIRST, again".
 
-    A turn is an untimed step and `rounds` timed ones. A change of the host's speed affects neighbours alike, and the
-    last turn shows it. A system that fails has no more turns, but a row with the keys `names`.
+    A turn is an untimed step and `rounds` timed ones. A change of the host's speed affects neighbouring turns alike,
+    and the last turn shows the change. A system that fails has no more turns, but a row with the keys `names`.
     """
     going, found = dict(steps), dict[str, Times]()
     first = next(iter(steps), "")

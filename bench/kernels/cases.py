@@ -111,7 +111,7 @@ ROWS = 8
 """Number of ranks whose parts of a segment are added in one call."""
 
 IN_A_BUCKET = ", in a bucket"
-"""The case that rows were exchanged inside a bucket, so one of them, or a part of one, is staged."""
+"""The case in which rows were exchanged inside a bucket. One row, or a part of a row, is staged."""
 
 
 def adamws() -> Iterator[Case]:

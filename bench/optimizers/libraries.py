@@ -102,7 +102,7 @@ def _of_pytorch_optimizer() -> Iterator[tuple[str, type[Optimizer], None]]:
         try:
             yield name, library.load_optimizer(name), None
         except ImportError:
-            continue  # a front of a package that is not installed
+            continue  # an interface to a package that is not installed
 
 
 _LIBRARIES: dict[str, Callable[[], Iterator[tuple[str, type[Optimizer], dict[str, Any] | None]]]] = {

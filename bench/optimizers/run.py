@@ -74,7 +74,7 @@ def measure(workload: Workload, systems: Mapping[str, Build], rounds: int, group
 
 def _sizes(workload: Workload, build: Build, group: dist.ProcessGroup) -> Row:
     """Return `optimizer_bytes` and `peak_bytes` of a system. Collective."""
-    with torch.compiler.set_stance("force_eager"):  # a compiled function does not tell what it allocates
+    with torch.compiler.set_stance("force_eager"):  # allocations of a compiled function cannot be seen
         peak = peak_bytes(workload, build, group)
         trainer = build(workload, group)
         trainer.backward(workload.batch(group.rank(), 0))

@@ -172,7 +172,7 @@ def _trained_per_block(plain: Make, group: dist.ProcessGroup) -> dict[str, Tenso
 
 
 def _train(model: ShardLite, twin: Twin, make: Make, theirs: Optimizer, group: dist.ProcessGroup) -> Any:
-    """Train both. Return an outcome with its reason after an error, else `None`."""
+    """Train the twin and the wrapped model. After an error, return an outcome with its reason, else `None`."""
     built: list[Optimizer] = []
     if failed := _first_of_ranks(lambda: _build(make, model, built), group):
         return failed
@@ -255,7 +255,7 @@ def _cell(rows: Sequence[Row], where: str) -> str:
 
 
 def _reason(why: str) -> str:
-    """Shorten a reason to the clause that tells what is special."""
+    """Shorten a reason to the clause that describes the cause."""
     text = why.partition(": ")[2] or why
     for start in ("because ", "by itself: ", "was not checked: "):
         text = text.partition(start)[2] or text

@@ -187,10 +187,10 @@ def _key(kernel: Any, device: int, options: dict[str, Any], args: tuple[Any, ...
     """Return all that determines which compiled kernel `kernel[grid](*args, **constexprs, **options)` launches.
 
     Triton specializes on the types of arguments, on `None`, on integers that are 1, divisible by 16 or wider than 32
-    bits, and on addresses that are divisible by 16. This is computed by Triton's own function. Here it includes the
-    arguments that are `unspecialized`, so the same compiled kernel may have several keys. Unlike Triton, a direct
-    launch does not compare the globals that the kernel reads with their values at the compilation, because they are
-    constants of modules.
+    bits, and on addresses that are divisible by 16. Triton's own function computes the key. Here the key includes the
+    `unspecialized` arguments, so one compiled kernel may have several keys. Unlike Triton, a direct launch does not
+    compare the globals that the kernel reads with their values at the compilation, because they are constants of
+    modules.
     """
     runtime, compilation = triton.knobs.runtime, triton.knobs.compilation
     return (

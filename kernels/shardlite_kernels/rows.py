@@ -1,13 +1,13 @@
-"""Add the summands of a ring reduction when those of all ranks are already in this rank's memory.
+"""Add the summands of a ring reduction when the summands of all ranks are already in this rank's memory.
 
 Rank `k` has one row from each rank, which contains that rank's summand of segment `k`. A ring adds this segment in the
 order `k+1, k+2, ..., k`, and `add_rows` adds the rows in the same order, from row `first = k+1` on. Partial sums are
 rounded to the dtype of the rows, in which a ring would send partial sums. So the result has the bits of the ring.
 
-If ranks exchange their summands inside their buckets (`shardlite/comm/transport/group_collectives.py`), the summands
-that a rank receives follow each other, the one of the previous rank first. The first `D` elements of this stream are in
-`staged` [D], the others in the bucket, from row `k+1` on and around its end. The kernel adds them from the last to the
-first, and then row `k`, which is the order of the ring again:
+If ranks exchange their summands inside their buckets (`shardlite/comm/transport/group_collectives.py`), the received
+summands follow each other in memory, starting with the summand of the previous rank. The first `D` elements of this
+stream are in `staged` [D], the rest in the bucket, from row `k+1` on, wrapping around at the end of the bucket. The
+kernel adds them from the last to the first, and then row `k`, which is the order of the ring again:
 
     W=5, k=0, D=S              row 0   row 1   row 2   row 3   row 4   staged
     has the summand of rank    0       3       2       1       -       4

@@ -86,8 +86,8 @@ def scale(x: Tensor, factor: Tensor) -> None:
 def scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply tensors in place by `factor`, as `scale` does, in one launch for each dtype.
 
-    The addresses of the tensors are sent to the device, unless they are those of a former call. While a CUDA graph is
-    captured, when nothing must be sent, there is a launch for each tensor.
+    The addresses of the tensors are sent to the device, unless they are those of an earlier call. While a CUDA graph is
+    captured, nothing may be sent, so each tensor has its own launch.
 
     Args:
         tensors: tensors on one device that `scale` would take.

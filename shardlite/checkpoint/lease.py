@@ -113,7 +113,7 @@ _held: dict[tuple[int, int], Lease] = {}
 """Leases of this process, by device and inode of the folder."""
 
 _lock = threading.Lock()
-"""A lock that protects `_held`. No thread keeps it while it waits for a lease."""
+"""A lock that protects `_held`. No thread holds this lock while it waits for a lease."""
 
 _acquiring = threading.Lock()
 """A lock that lets only one thread at a time acquire leases."""

@@ -34,8 +34,8 @@ def load_optimizer_state(model: ShardLite, optimizer: Optimizer, state_dict: Map
     """Load the full `optimizer.state_dict()` of a plain or DDP run into an optimizer of shards. Collective.
 
     Rank 0 sends its state, one tensor after the other, and each rank keeps its part. A state with the names of
-    parameters (of an optimizer that was built from `named_parameters()`) is matched by names, also if its groups are
-    others. The groups of any other state must have the same parameters, in the same order, as in the plain run.
+    parameters (of an optimizer that was built from `named_parameters()`) is matched by names, even if its groups
+    differ. The groups of any other state must have the same parameters, in the same order, as in the plain run.
 
     Args:
         model: the wrapped model.

@@ -116,7 +116,7 @@ def torchrun(ranks: int, arguments: Sequence[str], *, module: str = "shardlite",
 
 
 def run_launcher() -> None:
-    """Run `torchrun` in this process. A signal ends it in one line instead of a traceback, as the ranks have ended."""
+    """Run `torchrun` in this process. After a signal, print one line and no traceback, because the ranks have ended."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.run import main
 

@@ -144,8 +144,9 @@ def agree(
 
     A rank with a problem must also call this function, so that other ranks do not wait for this rank. Errors name a
     rank by its number in its group. `watch` is that of a model that the ranks share, as for `all_gather_json`.
-    `version` is that of the model whose weights the ranks are about to read or, if `loads`, to replace. Weights to read
-    must have the same version on all ranks. For weights to replace, the highest version becomes that of all ranks.
+    `version` counts the changes of the model's weights. If `loads` is false, the ranks are about to read the weights,
+    so their versions must be equal. If `loads` is true, the ranks are about to replace the weights, and all ranks adopt
+    the highest version.
 
     Raises:
         LayoutError: another rank has a problem, or the facts of a rank differ from rank 0's. Raised on every rank that
@@ -182,7 +183,7 @@ def check_versions(what: str, versions: Sequence[int]) -> None:
     """Check that the weights of all ranks have the same version before the call `what` reads the weights.
 
     Raises:
-        DesyncError: they do not, because a rank has skipped a step.
+        DesyncError: the versions differ, because a rank has skipped a step.
     """
     rank = next((rank for rank, each in enumerate(versions) if each != versions[0]), 0)
     if rank:

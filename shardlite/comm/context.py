@@ -148,7 +148,7 @@ class Context:
         subject: str = "models",
         loads: bool | None = None,
     ) -> None:
-        """Raise an error on every rank if any rank has a `problem` with the call `what`, or other facts. Collective.
+        """Raise an error on every rank if any rank has a `problem` with the call `what` or facts differ. Collective.
 
         If `loads` is `False`, the call reads weights, which must have the same version on all ranks. If it is `True`,
         the call replaces them, and if it is `None`, their version does not matter.

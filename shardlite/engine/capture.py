@@ -5,9 +5,9 @@
     each later call     inputs are copied, and the graph is replayed
 
 So each call trains exactly one batch. A graph repeats the kernels of the captured step on the same memory, and none of
-its Python code. So `_Facts` lists what this code depends on besides its inputs. If a fact changes, it does so on all
-ranks, and the step runs `warmup` times before the next capture. Different inputs need only another capture, even if one
-rank alone gets them: the collectives stay the same, so a rank that captures may meet ranks that replay.
+its Python code. So `_Facts` lists what this code depends on besides its inputs. Facts change on all ranks together.
+After a change, the step runs `warmup` times before the next capture. Different inputs need only another capture, even
+if one rank alone gets them: the collectives stay the same, so one rank may capture while other ranks replay.
 """
 
 import warnings
@@ -234,7 +234,7 @@ class CapturedStep:
             )
 
     def _is_valid(self, graph: _Graph) -> bool:
-        """Return whether the memory is there that a graph uses, and gradients are as they were before its capture."""
+        """Return whether the memory that the graph uses still exists, and gradients are as before its capture."""
         with as_they_are():
             same = [param.grad is grad for param, grad in graph.gradients]
         return False not in same and graph.buffers <= self._gather_buffers()
@@ -354,7 +354,7 @@ class CapturedStep:
         return graph.replay, outputs
 
     def _kept(self) -> dict[str, Tensor]:
-        """Return the tensors that a step leaves to the next one, by a description."""
+        """Return the tensors that a step leaves to the next step, by description."""
         kept = {f"buffer {name!r}": buffer for name, buffer in self._module.named_buffers()}
         for optimizer in self._options:
             states = tree_leaves(list(optimizer.state.values()))
@@ -363,7 +363,7 @@ class CapturedStep:
 
     @contextmanager
     def _undone_after_errors(self, *, together: bool) -> Iterator[None]:
-        """After an error in the block, make the state as it was before: nothing that was captured has run."""
+        """After an error in the block, restore the state from before the block, because captured work has not run."""
         number, bridge, grads = self._context.version.number, self._bridge, self._gradients()
         try:
             yield
@@ -387,7 +387,7 @@ class CapturedStep:
 
     @torch.no_grad()
     def _replay(self, graph: _Graph, given: list[Tensor]) -> Any:
-        """Take a step by the graph. Return its outputs, which the next replay overwrites."""
+        """Take a step by replaying the graph. Return its outputs, which the next replay overwrites."""
         facts, bridge = self._facts, self._bridge
         assert facts is not None, "there was a step before the capture"
         bridge.in_backward.announce_change()
@@ -408,7 +408,7 @@ def _forget(captured: "weakref.ref[CapturedStep]", _: Optimizer) -> None:
 
 
 def _explained(error: Exception) -> Exception:
-    """Return the error of a capture: one of PyTorch's with a remedy, others as they are."""
+    """Return the error of a capture. An error of PyTorch gets a remedy, any other error is returned unchanged."""
     if isinstance(error, ShardLiteError) or not isinstance(error, RuntimeError):
         return error
     text = str(error)

@@ -1,4 +1,4 @@
-"""Build what drives the units of one wrapped model, install it, and run the module and its methods with it."""
+"""Build and install the engine of one wrapped model, and run the module and its methods with the engine."""
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -100,7 +100,7 @@ def _install(bridge: OptimizerBridge, wrapped: Wrapped) -> None:
 
 
 def disconnect(bridge: OptimizerBridge, module: nn.Module, inputs: Iterable[nn.Module]) -> None:
-    """Take everything back that `connect` has installed. The modules in `inputs` cast their inputs."""
+    """Remove everything that `connect` has installed. `inputs` are the modules that cast their inputs."""
     bridge.hooks.uninstall()
     take_inputs_as_they_are(inputs)
     allow_conversions(module)
@@ -141,10 +141,10 @@ Running = Callable[[], AbstractContextManager[None]]
 def method_of_module(
     method: Callable[..., Any], running: Running, adopt: Callable[[Optimizer], object]
 ) -> Callable[..., Any]:
-    """Return a function that calls a method of the wrapped module as its forward is called.
+    """Return a function that calls a method of the wrapped module in the way its forward is called.
 
-    The module builds optimizers from its own parameters, but an optimizer must step shards. So `adopt` is called with
-    each optimizer that the method returns.
+    The method may build an optimizer from the module's own parameters, but an optimizer must step shards. So `adopt` is
+    called with each optimizer that the method returns.
     """
 
     @wraps(method)
@@ -162,7 +162,7 @@ def method_of_module(
 
 
 def _steps(generator: Generator[Any, Any, Any], running: Running) -> Generator[Any, Any, Any]:
-    """Yield what a generator yields. Its body runs as a method does, and the code between its steps does not."""
+    """Yield what a generator yields. Its body may use weights as a method may. The code of the caller may not."""
     advance = partial(next, generator)
     while True:
         with running():

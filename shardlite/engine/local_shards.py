@@ -188,9 +188,9 @@ class Shards:
         return [*seen, requires_grad_of(self._shards), requires_grad_of(self._params)]
 
     def before_step(self, *, hooked: bool) -> None:
-        """Check the shards. Do not watch them in the step, which the check of its optimizer's class has judged.
+        """Check the shards, and stop watching them, because the class of the optimizer was checked.
 
-        This check has not judged the hooks that the program may have registered for the step (`hooked`).
+        If the program has registered hooks for the step (`hooked`), keep watching, because hooks were not checked.
         """
         self.check()
         if not hooked:

@@ -1,7 +1,7 @@
 """Optimizer steps on wrapped models: the components of a model that a step uses, and the hooks of all optimizers.
 
 A wrapped model is notified of each step that changes the model, and can skip the step. Before the first step of an
-optimizer, the model judges it. What it judges is given from above (`shardlite.optimizers`).
+optimizer, the model checks the optimizer with a function of `shardlite.optimizers`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -296,7 +296,7 @@ def models_of(optimizer: Optimizer) -> list[OptimizerBridge]:
 
 
 def forget_models(optimizer: Optimizer) -> None:
-    """Look the models of an optimizer up again at its next step, because its parameters were replaced."""
+    """Look up the models of an optimizer again at its next step, because its parameters were replaced."""
     _known.pop(optimizer, None)
 
 
@@ -361,7 +361,7 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _make_sparse(optimizer: Optimizer) -> None:
-    """Give wrapped models' gradients the rows that any rank has used. Gradients are dense after their reduction."""
+    """Make gradients of wrapped models sparse, because their reduction made them dense."""
     for param in params_of(optimizer):
         if param.grad is not None and not param.grad.is_sparse and id(param) in _models:
             _dense[param] = param.grad

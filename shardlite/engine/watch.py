@@ -3,9 +3,9 @@
 A norm, a mean or a random fill of a shard covers only this rank's part: hand-written norms and steps, and
 `xavier_uniform_`, would silently give different results. (A probe checks the steps of optimizer classes.) So in some
 steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function calls. A
-call is right for a shard if PyTorch's operators that it uses are elementwise. Interception costs time, so most steps go
-without. A program that computes a norm or a mean of shards usually does so in its first steps, or in those that it
-logs, such as every 50th or every 500th.
+call is right for a shard if all operators that the call uses are elementwise. Interception costs time, so most steps
+run without interception. A program that computes a norm or a mean of shards usually does so in its first steps, or in
+those that it logs, such as every 50th or every 500th.
 """
 
 import copy

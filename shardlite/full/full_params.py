@@ -231,7 +231,8 @@ class FullParameters:
         """Inside the context, stand-ins take the places of the module's parameters.
 
         So state dicts have names, and code of the program that changes state dicts has tensors to compute with. A
-        stand-in has the parameter's entry in `values`; without one, it is on the meta device.
+        stand-in has the values of the parameter's entry in `values`. If there is no entry, the stand-in is on the meta
+        device.
 
         Returns:
             The parameter of each stand-in.

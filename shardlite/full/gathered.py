@@ -1,4 +1,4 @@
-"""Unshard units for code outside of the model's forward and backward, and take over what it writes: `gathered()`.
+"""`gathered()`: unshard units for code outside of the model's forward and backward, and copy its writes to shards.
 
 A flat is a flat parameter: the parameters of one kind in a unit, in one buffer.
 """

@@ -172,7 +172,7 @@ class BackwardRun:
                 (self.keep_part if self.mode is Mode.PART else self.complete)(unit)
 
     def complete_held(self) -> None:
-        """Reduce the unit that was held for hooks of the program, which have run."""
+        """Reduce the unit that was held until hooks of the program had run."""
         unit, self.held = self.held, None
         if unit is not None:
             (self.keep_part if self.mode is Mode.PART else self.complete)(unit)
@@ -281,7 +281,7 @@ class BackwardRun:
         self._context.progress.started(started, left=left, out_of_turn=bool(self._ready))
 
     def _turn_to(self, unit: Unit) -> None:
-        """Prepare for gradients of another unit than the latest gradient's."""
+        """Prepare for gradients of a unit other than that of the latest gradient."""
         self._last = unit
 
     def _start(self, unit: Unit, *, late: bool = False, died: bool = False) -> None:
@@ -289,7 +289,7 @@ class BackwardRun:
         raise NotImplementedError
 
     def _wait(self, work: Work, reduction: int) -> bool:
-        """Wait for `work`, queued after a reduction, unless a peer needs this rank. Return whether `work` has ended."""
+        """Wait for `work`, which follows a reduction, unless a peer needs this rank. Return whether it has ended."""
         return work.wait_unless(partial(self._context.progress.ends_wait, reduction, monotonic()))
 
     def _record(self, reduction: Reduction) -> None:

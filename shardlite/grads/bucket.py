@@ -40,8 +40,8 @@ PURPOSE = "gradient buckets"
 
 
 _LARGEST_SPARE = 1 << 20
-"""Largest number of bytes of a bucket whose memory is kept for the next bucket. Above, to allocate takes little time
-beside the reduction, and the memory may be missed elsewhere."""
+"""Largest number of bytes of a bucket whose memory is kept for the next bucket. For larger buckets,
+allocation takes little time compared with the reduction, and other code may need the memory."""
 
 
 class Memory(NamedTuple):

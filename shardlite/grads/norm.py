@@ -288,7 +288,7 @@ def _norm_of_all(norms: Tensor, norm_type: float) -> Tensor:
 def _pieces(flat: Flat, rank: int, norm_type: float, only: Collection[Tensor] | None) -> Iterator[tuple[int, Tensor]]:
     """For each gradient in a rank's part of the full buffer, yield its start and its values (1-D, not empty).
 
-    The square of a complex number is that of its two parts. Other norms are those of its absolute value and a zero.
+    For norm 2, a complex number counts as its two parts. For other norms, it counts as its absolute value and a zero.
     """
     start, stop = flat.layout.real.shard_range(rank)
     for slot, shard in zip(flat.layout.real.slots, flat.shards, strict=True):

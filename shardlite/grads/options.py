@@ -1,12 +1,12 @@
 """Compare the options of steps (learning rates, betas, the limit of a norm) between ranks, without a message.
 
-Every rank steps its own shards. If ranks step with different options, the result is that of no run on one device. In
+Every rank steps its own shards. If ranks step with different options, no run on one device gives the same result. In
 some steps each rank computes two hashes of its options, which travel with the gradient flags:
 
     rank 0 sends (W-1) * hash, every other rank -hash: the sum over `W` ranks is 0 if all hashes are equal
 
 If the sum is not 0, ranks step with different options. On the CPU the next backward then raises the error on every
-rank. On a GPU steps are skipped on all ranks until the host, which does not wait, has seen it.
+rank. On a GPU, all ranks skip steps until the host, which does not wait, has read the sum.
 """
 
 import struct
@@ -68,7 +68,7 @@ class StepOptions:
         """Raise if ranks have stepped with different options. Every rank must call this. The host waits for a GPU.
 
         Raises:
-            LayoutError: they have. Raised on every rank.
+            LayoutError: ranks have stepped with different options. Raised on every rank.
         """
         if self._sums is None or not self._sums.any():
             return

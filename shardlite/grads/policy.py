@@ -36,5 +36,5 @@ def before_root(are_roots: Sequence[bool]) -> int:
 
 
 def mean_stays(stage: int, world_size: int) -> bool:
-    """Return whether a mean that needs no cast stays in its bucket. If each rank has all of it, it always does."""
+    """Return whether a mean that needs no cast stays in its bucket. If each rank has the whole mean, it stays."""
     return stage < 2 or world_size == 1

@@ -16,8 +16,8 @@ reduction that ends the accumulation adds its own sum to the kept sum, before it
 If items are counted (`scale.py`), the sums are divided when the total of the counts has arrived. After the backward,
 means become the `.grad` of shards (`results.py`).
 
-The last addition also computes the statistics of this rank's part, which norms and skipped steps need. The ways to add
-are functions of one form, of which the last one called for a flat divides and computes statistics:
+The last addition also computes the statistics of this rank's part, which norms and skipped steps need. The following
+functions make additions. The last function that is called for a flat divides and computes statistics:
 
     _add_halves     one rank, order="tree": its two sums
     _add_alone      one rank, whose bucket is the mean already: only statistics

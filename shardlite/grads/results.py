@@ -185,7 +185,7 @@ class GradientShards:
     def _check(self, sums: Tensor, ranks: int) -> Tensor | None:
         """Check that all `ranks` divide by the same number, given the sums [`SHARE_NUMEL`] of their shares.
 
-        Return a boolean tensor [], whether they do not. If it is `sums.any()`, return `None`.
+        Return a boolean tensor [] that is true if they do not, or `None` if `sums.any()` has the same value.
         """
         share = self._scale.share()
         disagree = share.disagree(sums, ranks, self._sent) if any(share.state) else None

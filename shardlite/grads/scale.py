@@ -176,7 +176,7 @@ class SharedScale(Scale):
         return self.divides and not self.counted
 
     def divisors(self, total: Tensor, *, version: int, graded: bool) -> tuple[Tensor, Tensor | None]:
-        """Add a total to that of the gradients in `.grad`, if no step has used them.
+        """Add a total to the total of the gradients in `.grad`, unless a step has used these gradients.
 
         Args:
             total: the total of the counts of a reduction.

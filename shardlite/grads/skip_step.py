@@ -39,7 +39,7 @@ class Skips:
                 `None` if there are no gradients.
             device: device of the flag.
             rank: rank that the warning mentions.
-            explain: function that raises if too many steps were skipped for another reason than such gradients.
+            explain: function that raises if too many steps were skipped for a reason other than NaNs or infinities.
             warns: whether to warn about the first skipped step.
         """
         self.flag = flag
@@ -64,7 +64,7 @@ class Skips:
 
         Raises:
             NonFiniteError: too many successive steps were skipped.
-            LayoutError: they were skipped because ranks step with different options.
+            LayoutError: the steps were skipped because ranks step with different options.
         """
         if getattr(optimizer, "in_backward", False):
             return  # already stepped during the backward

@@ -17,12 +17,13 @@ from shardlite.params import Flat
 class SoloScale(Scale):
     """Divides the gradients of a single rank by counts. Autograd adds these gradients up in `.grad` of the shards.
 
-    Each gradient is divided before it is added. When a backward begins, the gradients of earlier backwards are divided
-    by the total that now includes its count. Inside `no_sync()`, they are multiplied by their total.
+    Each gradient is divided before it is added. When a backward begins, the gradients of earlier backwards are
+    rescaled: the new total, which includes the count of this backward, divides them. Inside `no_sync()`, they are
+    multiplied by their total.
     """
 
     def __init__(self, flats: Iterable[Flat], device: torch.device, accumulates: Callable[[], bool]) -> None:
-        """Initialize without hooks. `accumulates` returns whether a backward now adds to gradients of a later one."""
+        """Initialize without hooks. `accumulates` returns whether a later backward ends the accumulation."""
         super().__init__(device)
         self._shards = [shard for flat in flats for shard in flat.shards]
         self._complex = [shard for shard in self._shards if shard.is_complex()]

@@ -60,9 +60,9 @@ class StreamRun(BackwardRun):
     def enter(self, unit: Unit) -> None:
         """Record the moment after the latest gradient of the previous unit.
 
-        If the other gradients of the previous unit never arrive, this unit is reduced at the end of the backward, but
-        stream-ordered after this moment only. Without the moment, ranks that wait for this reduction would wait for the
-        whole rest of this backward.
+        If the other gradients of the previous unit never arrive, the previous unit is reduced at the end of the
+        backward, but stream-ordered after this moment only. Without the moment, ranks that wait for the reduction would
+        wait for the rest of the backward.
         """
         last = self._last
         if last is not None and last is not unit:

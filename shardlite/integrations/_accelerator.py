@@ -30,8 +30,8 @@ def wrap(
 
     Args:
         accelerator: the accelerator, which says how to mix precision, how to compile, and whose buffers are used.
-        model: a module, a `ShardLite` model that the program has wrapped, or what `torch.compile` makes of one of them.
-            It is then compiled in place.
+        model: a module, a `ShardLite` model that the program has wrapped, or the result of `torch.compile` for one of
+            them, which is then compiled in place.
         prepare_model: the method of the accelerator.
         options: keywords of `ShardLite`, except `device`.
     """
@@ -76,7 +76,7 @@ def sharded(models: Iterable[object]) -> list[ShardLite]:
 
 
 def wrapper_of(accelerator: Accelerator, model: nn.Module) -> ShardLite | None:
-    """Return the model of an accelerator that `model` is, or is the module of."""
+    """Return the accelerator's wrapped model that is `model` or wraps `model`."""
     return next((each for each in sharded(accelerator._models) if model is each or model is each.module), None)
 
 

@@ -92,7 +92,7 @@ def read_adapter(model: ShardLite, adapter: str, saved: dict[str, Tensor], file:
     """Return the tensors of an adapter's file by their names in the model. Not collective.
 
     Raises:
-        LayoutError: the file has other tensors than the adapter.
+        LayoutError: the tensors of the file are not those of the adapter.
     """
     names = names_in_file(model, adapter)
     if foreign := saved.keys() - names.keys():

@@ -99,7 +99,7 @@ def load_full_state(optimizer: Any, state: Any) -> None:
 
     Args:
         optimizer: an optimizer of a wrapped model, or any other.
-        state: the state. Other ranks than the first may pass `None` if the optimizer has shards.
+        state: the state. Ranks other than the first may pass `None` if the optimizer has shards.
     """
     model = model_of(optimizer)
     if model is None:
@@ -124,7 +124,7 @@ def required(integration: str, packages: str, extra: str) -> Iterator[None]:
 
 
 def gather_in(target: Any, name: str, model: Callable[[], ShardLite | None], *, writeback: bool = False) -> None:
-    """Run a method of the object `target` inside `gathered()` of what `model` returns, unless it returns `None`."""
+    """Run a method of `target` inside `gathered()` of the model that `model` returns. `None` gathers nothing."""
     vars(target).pop(name, None)
     method = getattr(target, name)
 

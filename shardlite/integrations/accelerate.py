@@ -270,7 +270,7 @@ class _Save:
 class _Load:
     """Load sharded models in `load_state`, from folders of `_Save` or from files of a run without sharding.
 
-    The number of such a file is the position in the list of all models, or optimizers, that are in files. If sharded
+    The number of a file is the position of its model or optimizer in the list of all that are in files. If sharded
     models are among them, Accelerate would number them differently, so this class loads all of the files.
     """
 

@@ -1,8 +1,8 @@
 """Hugging Face models that are too large for one host's copies: each rank reads only its own shards from the files.
 
 `from_pretrained` runs the function of this name of Transformers, which finds the files, renames, merges, splits and
-ties weights, initializes what the files lack, and reports what does not fit. Only the function that opens a file is
-replaced meanwhile. It returns tensors without memory (`Unread`), which record what Transformers does to them.
+ties weights, initializes what the files lack, and reports what does not fit. During this call, only the function that
+opens a file is replaced. It returns tensors without memory (`Unread`), which record what Transformers does to them.
 
     file         model-00001-of-00003.safetensors
     Unread       w1 [I, H] of each expert   ->  cat, stack, to(dtype)  ->  Unread [E, 2I, H]
@@ -47,16 +47,16 @@ def from_pretrained(
     """Return a model of `model_class.from_pretrained` whose weights are read when the model is wrapped.
 
     Parameters in the files are on the meta device. `ShardLite(model)` then reads on each rank only the elements that
-    this rank keeps, directly into the shards, so no rank ever has the whole model. Other parameters and all buffers are
-    initialized as Transformers does it. If there is a process group, the call is collective.
+    this rank keeps, directly into the shards, so no rank ever has the whole model. Transformers initializes other
+    parameters and all buffers as usual. If there is a process group, the call is collective.
 
     Args:
         model_class: class of the model, or one of the `AutoModel` classes.
         name_or_path: folder with `model.safetensors` or `model.safetensors.index.json`, or a name on the Hub.
         group: the ranks that will wrap the model, as for `ShardLite`. Used only to compare files and errors.
-        options: further arguments of `model_class.from_pretrained`, such as `dtype`. A dtype of the files other than
-            `dtype` is converted while reading. Not accepted: `device_map`, `state_dict`, `disable_mmap`, and options
-            of quantization, tensor parallelism and GGUF.
+        options: further arguments of `model_class.from_pretrained`, such as `dtype`. Weights in another dtype are
+            converted to `dtype` while they are read. Not accepted: `device_map`, `state_dict`, `disable_mmap`, and
+            options of quantization, tensor parallelism and GGUF.
 
     Returns:
         What `model_class.from_pretrained` returns: the model or, with `output_loading_info=True`, the model and a
@@ -65,7 +65,7 @@ def from_pretrained(
     Raises:
         CheckpointError: the weights are not in safetensors files, or are quantized.
         ModuleNotFoundError: Transformers is missing.
-        LayoutError: another rank raised an error, or has other files.
+        LayoutError: another rank raised an error, or its files differ.
         ValueError: an option is not accepted.
         Exception: errors of `model_class.from_pretrained`, for example if a file is missing or a shape is wrong.
 
@@ -237,7 +237,7 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
     """Return `numel` elements that begin at byte `offset` of a file.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: the file is too short.
     """
     memory = bytearray(numel * dtype.itemsize)
     with path.open("rb") as file:
@@ -248,10 +248,10 @@ def read_file(path: Path, offset: int, numel: int, dtype: torch.dtype) -> Tensor
 
 
 class Unread(Tensor):
-    """A tensor whose values are still in files. Functions of it give further ones, which are computed when read."""
+    """A tensor whose values are still in files. Operations on it return `Unread`s, which are computed when read."""
 
     computed = False
-    """Whether the tensor has memory of its own, with the result of a function."""
+    """Whether the tensor has its own memory, which holds the result of a function."""
 
     ranged: bool
     """Whether a range of elements is read without the other elements."""
@@ -259,7 +259,7 @@ class Unread(Tensor):
     @staticmethod
     def __new__(cls: Any, like: Tensor, read: Callable[[int, int], Tensor], ranged: bool = True) -> Unread:
         """Create a tensor of the shape and dtype of `like`. `read(start, stop)` returns its elements [start, stop)."""
-        # It claims to be on the CPU, so that Transformers needs not move it.
+        # It claims to be on the CPU, so that Transformers does not move it.
         made: Unread = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=torch.device("cpu"))
         made._read, made.ranged = read, ranged
         return made
@@ -338,7 +338,8 @@ def _convert(source: Unread, like: Tensor) -> Unread:
 def _join(sources: Sequence[Tensor], like: Tensor, dim: int) -> Unread:
     """Return the concatenation (`torch.cat`, `torch.stack`) of `sources` along `dim`, with the shape of `like`.
 
-    Seen as rows, one per index of the dimensions before `dim`, each row is a part of each source after another.
+    View each tensor as rows, one per index of the dimensions before `dim`. A row of the result consists of the same row
+    of each source, one after the other.
     """
     before = prod(like.shape[: dim % like.dim()])
     parts = [each.numel() // before if before else 0 for each in sources]

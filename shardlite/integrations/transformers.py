@@ -73,7 +73,7 @@ _OWN_ITEMS = {"average_tokens_across_devices": False}  # neither gathers counts,
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 _Base: Any = object
-"""Base class that a type checker knows nothing of: the mixin calls methods of `Trainer` on `self` and `super()`."""
+"""Base class without types, because the mixin calls methods of `Trainer` on `self` and `super()`."""
 
 
 class ShardLiteMixin(_Base):  # type: ignore[misc]
@@ -88,7 +88,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         args, kwargs: arguments of the trainer.
 
     Raises:
-        TypeError: `ShardLite` has no keyword that `sharding` has.
+        TypeError: `sharding` has a keyword that `ShardLite` does not have.
         ValueError: the arguments ask for something that a sharded model cannot do, such as `fsdp` or `deepspeed`.
 
     Example:
@@ -151,7 +151,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
 
     def _sharded_model(self, model: nn.Module | None = None) -> ShardLite | None:
-        """Return the `ShardLite` model that `model` is, or is the module of."""
+        """Return the `ShardLite` model that is `model` or wraps `model`."""
         model, wrapped = self.model if model is None else model, getattr(self, "model_wrapped", None)
         known = isinstance(wrapped, ShardLite) and (model is wrapped or model is wrapped.module)
         return wrapped if known else None
@@ -191,7 +191,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         return wrapped
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as `Trainer.train` does. `resume_from_checkpoint=True` passes over unfinished checkpoints.
+        """Train as `Trainer.train` does. `resume_from_checkpoint=True` skips unfinished checkpoints.
 
         Raises:
             ValueError: the arguments have `bf16_full_eval`, `fp16_full_eval`, or `sync_each_batch` with `counts_items`.
@@ -258,7 +258,7 @@ class ShardLiteMixin(_Base):  # type: ignore[misc]
         return super().create_optimizer(model)
 
     def _hand_shards(self, wrapped: ShardLite) -> None:
-        """Replace parameters by shards in the optimizer. One that needs whole parameters is built anew."""
+        """Replace parameters by shards in the optimizer. If it needs whole parameters, build it anew."""
         optimizer = bare(self.optimizer)
         name, held = type(optimizer).__name__, params_of(optimizer)
         if wrapped not in models_of(held):

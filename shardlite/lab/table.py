@@ -55,7 +55,7 @@ RENDERERS = {
     "strategies-accumulation": "bench.strategies.run:render_accumulation",
     "strategies-batch": "bench.strategies.run:render_batches",
 }
-"""For other values of `bench`, the function that renders rows. The table of the others follows from `TABLES`."""
+"""For some values of `bench`, the function that renders rows. For all other values, `TABLES` has the table."""
 
 _DATE = re.compile(r"-(\d{4}-\d\d-\d\d)\.jsonl$")
 

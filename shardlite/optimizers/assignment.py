@@ -2,7 +2,8 @@
 
 A parameter that one rank keeps whole is owned by this rank, so nothing of it is sent. The other parameters are given
 away one by one, from the most work to the least. A parameter goes to the rank with the least load among the ranks that
-keep a part of it, and to another rank only if these have too much. Afterwards the highest load is lowered step by step.
+keep a part of it. If these ranks have too much load, the parameter goes to another rank. Afterwards the highest load is
+lowered step by step.
 
 Legend: `W` ranks. A load is a share of the work and a share of the elements of all parameters.
 """

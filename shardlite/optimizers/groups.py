@@ -50,7 +50,7 @@ class Part:
     params: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     members: list[Member | None] = field(default_factory=list)
-    """`None` for an ignored parameter, which every rank has for itself."""
+    """`None` for an ignored parameter, of which every rank has its own copy."""
 
     @property
     def fact(self) -> str:

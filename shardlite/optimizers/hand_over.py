@@ -1,8 +1,9 @@
 """Hand shards to optimizers: the only place that replaces parameters by shards, cuts states, and judges optimizers.
 
 An optimizer that was built before wrapping, and is not ShardLite's, holds the module's own parameters. These parameters
-have no gradients, so the optimizer would silently train nothing. Its first step raises, unless it was handed shards. So
-does the first step on shards of an optimizer that is not elementwise, which `probe.py` finds out.
+have no gradients, so the optimizer would silently train nothing. The first step of such an optimizer raises, unless the
+optimizer was handed shards. The first step on shards also raises if the optimizer is not elementwise, which `probe.py`
+finds out.
 """
 
 import warnings
@@ -35,8 +36,8 @@ def hand_over(
     Args:
         optimizer: the optimizer, or a wrapper with the optimizer as its attribute `optimizer`.
         model: the model of the shards.
-        agree: `agree(problem, facts)` raises on every rank if any rank has a problem, or other facts. If `None`, only
-            the first step judges the optimizer.
+        agree: `agree(problem, facts)` raises on every rank if any rank has a problem, or if facts differ. If `None`,
+            only the first step judges the optimizer.
 
     Raises:
         LayoutError: a state can be neither cut nor kept. The optimizer is unchanged.

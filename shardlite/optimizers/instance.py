@@ -32,7 +32,7 @@ def changed(group: Group, marks: Marks) -> list[str]:
 
 
 def copy_options(options: Sequence[str], source: Group, target: Group) -> None:
-    """Copy options from one group to another. A tensor is overwritten, because others may refer to it."""
+    """Copy options from one group to another. A tensor is overwritten, because other objects may refer to it."""
     for option in options:
         value, there = source[option], target.get(option)
         if isinstance(value, Tensor) and isinstance(there, Tensor) and value.shape == there.shape:

@@ -46,14 +46,15 @@ def match_groups(
     """Return the groups of a saved state, divided and ordered as the groups of an optimizer.
 
     A group takes the options of the saved group that has its parameters. An optimizer's group without parameters takes
-    those of a saved one, or keeps its own if there are other numbers of such groups.
+    those of a saved one, or keeps its own options if the numbers of such groups differ.
 
     Args:
         saved: groups of the state. The result has their keys of parameters, `params`.
         names: the names of the parameters in each group of the state.
         own: groups of the optimizer.
         own_names: the names of the parameters in each group of the optimizer.
-        strict: whether the state must have all parameters. The key of a parameter that it lacks is the name.
+        strict: whether the state must have all parameters. If the state lacks a parameter, the parameter's key is its
+            name.
 
     Raises:
         LayoutError: the state lacks a parameter and `strict` is set, or a group would take different options from

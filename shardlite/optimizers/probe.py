@@ -46,7 +46,7 @@ SCALES = (0.1, 10.0, 0.001, 1.0)
 """Factors of the gradients in successive steps. So bounds of norms and ratios take effect in some steps."""
 
 ROUNDING = 0.02
-"""Largest difference, in parts of the largest change of a step, that is taken for rounding."""
+"""Largest difference that counts as rounding, as a fraction of the largest change of a step."""
 
 LAST_SCALE = 1e4
 """Factor of the gradients in the last step, for high bounds of norms."""
@@ -91,7 +91,7 @@ def probe_whole(optimizer: Optimizer) -> Verdict:
     even if none of its parameters has a gradient.
     """
     verdict = _cached(_try_whole, optimizer)
-    # The instances draw other numbers than one instance, which says nothing about how they treat parameters.
+    # Several instances draw other numbers than one instance. This says nothing about how they treat parameters.
     return verdict._replace(same=None) if verdict.draws and not verdict.same else verdict
 
 
@@ -329,7 +329,7 @@ class _Trial:
     def compare_instances(self, rounding: float = 0.0) -> Verdict:
         """Compare one instance with two instances that have every second parameter, and only during steps.
 
-        A difference of at most `rounding`, in parts of the largest change of a step, is taken for rounding.
+        A difference counts as rounding if it is at most `rounding` times the largest change of a step.
         """
         parts, verdict = (self._whole[::2], self._whole[1::2]), Verdict(None)
         missing: list[dict[int, Sequence[_Piece]]] = [{2: self._whole[:1], 6: self._whole[::2]}, {}]

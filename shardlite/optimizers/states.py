@@ -91,7 +91,7 @@ def load_states(optimizer: Optimizer, states: Iterable[tuple[Tensor, dict[str, A
 def numbers_among(values: Iterable[tuple[str, int, int]]) -> set[str]:
     """Return the names of the values that an optimizer keeps once per parameter, not once per element.
 
-    The state of a parameter with one element does not tell, but the states of larger parameters do.
+    The state of a parameter with one element does not show this, but the states of larger parameters do.
 
     Args:
         values: for each value of a state its name, the number of elements of its parameter, and its number of elements.

@@ -28,7 +28,7 @@ _NOT_OPTIONS = {"defaults", "state", "param_groups", "step", "grad_scale", "foun
 
 
 _ANY = "**kwargs"
-"""Among the names of a constructor's arguments, this stands for any others."""
+"""In a list of a constructor's arguments, this name stands for all further arguments."""
 
 
 class Group(NamedTuple):
@@ -36,7 +36,7 @@ class Group(NamedTuple):
 
     options: dict[str, Any]
     flags: dict[int, dict[str, Any]]
-    """By number of dimensions: what the state of the first such parameter tells about how to step it."""
+    """By number of dimensions: the flags in the state of the first such parameter, which say how to step it."""
 
 
 class Original:
@@ -76,7 +76,7 @@ class Original:
     def integers(self) -> list[int]:
         """Return all options that are integers, and the integers in the code of the class.
 
-        A class may step in another way after so many steps, or from this size on.
+        A class may step in another way after so many steps, or for tensors of at least this size.
         """
         options = [*self._attributes.values(), *(value for group in self.groups for value in group.options.values())]
         codes = [code for each in _functions_of(self._kind) if (code := getattr(each, "__code__", None)) is not None]
@@ -153,12 +153,12 @@ def _arguments(kind: type) -> set[str]:
 
 
 def _known_to(names: set[str], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a group that its constructor has got. Numbers that it does not know come from steps."""
+    """Return the options of a group that its constructor has got. Numbers that it lacks come from steps."""
     return {name: value for name, value in options.items() if name in names or _is_flag(value)}
 
 
 def _overlay(fresh: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Copy options into a new optimizer, but no counts of steps. Its constructor may not have got all of them."""
+    """Copy options into a new optimizer, whose constructor may not have got all options. Copy no counts of steps."""
     for name, value in given.items():
         counts = type(value) is int and fresh.get(name) == 0
         if _is_flag(value) or (name in fresh and _is_plain(value) and not counts):

@@ -277,7 +277,7 @@ class WholeParameters(WholeStateOptimizer):
         return loss
 
     def _check_closure(self) -> None:
-        """Raise if the class uses a closure otherwise than by calling it once before the step."""
+        """Raise unless the class uses a closure only by calling it once before the step."""
         if self._closure_is_checked:
             return
         instance = next((each.optimizer for each in self._instances() if each.optimizer is not None), None)

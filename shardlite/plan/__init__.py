@@ -1,7 +1,7 @@
 """Predict the memory of a training step before anything is allocated, and its traffic and time.
 
 In: the plan of a model (`shardlite.wrapping`), the options of a run, and the events of a step. Out: the bytes of a rank
-by purpose, their peak, and the order of operations. `memory_limit=` and `shardlite plan` ask this room. Read
+by purpose, their peak, and the order of operations. `memory_limit=` and `shardlite plan` use this room. Read
 `budget.py` first, then `timeline.py`.
 
     budget.py     bytes of a plan, for one setting   timeline.py  when temporary memory exists in a step

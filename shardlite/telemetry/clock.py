@@ -51,7 +51,7 @@ class Clock:
     def _add_up(self) -> None:
         """Add up the pending intervals, oldest first, until the first that the GPU has not finished.
 
-        Do nothing if this happens already, on another thread or in code that a signal handler has interrupted.
+        Do nothing if another thread, or code that a signal handler has interrupted, is already adding them up.
         """
         if not self._adding.acquire(blocking=False):
             return

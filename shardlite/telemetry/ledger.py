@@ -87,7 +87,7 @@ class Ledger:
         self._peak: dict[str, int] = {}
         self._lock = RLock()
         self.awaits_step = False
-        """Whether another thread than the program's needs the memory that the next step finds."""
+        """Whether a thread other than the program's waits for the memory counts of the next step."""
 
     def track(self, purpose: str, *memory: Tensor | torch.UntypedStorage) -> None:
         """Count each storage, or the whole storage of each tensor, under `purpose` until the storage is freed.

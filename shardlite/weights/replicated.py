@@ -22,7 +22,7 @@ class ReplicatedWeights:
         self.refresh()
 
     def refresh(self) -> None:
-        """Cast stored weights that have changed. If the program has written to full weights instead, store these."""
+        """Cast stored weights that have changed. If the program has written to full weights, store those."""
         for unit in self._units:
             with isolated(), torch.no_grad():
                 if not unit.is_fresh:

@@ -89,7 +89,7 @@ class Call:
             self.calls.gatherer.reshard(self.unit)
 
     def forget_handles(self) -> None:
-        """Reshard the unit, because the last handle was dropped: now if autograd has dropped it, else later."""
+        """Reshard the unit after its last handle was dropped: now if autograd has dropped the handle, else later."""
         unit = self.unit
         self.calls.live[unit].remove(self)
         if not self.uses:
@@ -102,7 +102,7 @@ class Call:
 
 
 def _autograd_drops_handle() -> bool:
-    """Return whether a backward on this thread has dropped the handle, and not code of this library."""
+    """Return whether a backward on this thread, and not code of this library, has dropped the handle."""
     frame = sys._getframe(2).f_back  # of what runs `Handle.__del__`
     while frame is not None and frame.f_code is not _ENGINE:
         if frame.f_code.co_filename.startswith(_LIBRARY):
@@ -370,12 +370,12 @@ _transformed: WeakSet[Calls] = WeakSet()
 
 
 def check_transform(outputs: Sequence[Any]) -> None:
-    """Check that a backward of `torch.func`, such as what `vjp` has returned, finds the weights that it saved.
+    """Check that a backward of `torch.func`, such as the function that `vjp` returns, finds its saved weights.
 
     PyTorch does not compare versions there, so the backward would compute with placeholders.
 
     Raises:
-        LayoutError: it needs weights of a model that is no longer inside `gathered()`.
+        LayoutError: the backward needs weights of a model that is no longer inside `gathered()`.
     """
     left = [each.grad_fn for each in outputs if isinstance(each, Tensor) and is_functorch_wrapped_tensor(each)]
     if not left or not _transformed:

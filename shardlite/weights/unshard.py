@@ -54,8 +54,8 @@ class Gatherer:
         """Whether a unit was not gathered ahead because no buffer was idle.
 
         With activation checkpointing, a unit's last saved tensors are freed after the recomputation of the next unit
-        has begun. So only a later call of `unshard` finds the idle buffer. Where it is freed, a finalizer runs, which
-        must not communicate.
+        has begun. So only a later call of `unshard` finds the idle buffer. The finalizer that frees
+        the buffer must not communicate.
         """
         self.has_dropped = False
         """Whether a buffer was dropped, because the program has kept a view of it."""

@@ -36,7 +36,7 @@ class Dtypes(NamedTuple):
     """Dtypes to which modules inside the model cast their inputs. Other modules take what they get."""
 
     outside: Collection[nn.Module] = ()
-    """Those of these modules that leave `torch.autocast`, which would compute them in its own dtype."""
+    """The modules among these that leave `torch.autocast`, which would compute in its own dtype."""
 
 
 def dtypes_of(

@@ -1,4 +1,4 @@
-"""What the other ranks lose if the host of one rank pauses between a forward and its backward, in every step.
+"""Measure the time that other ranks lose if one host pauses between forward and backward in every step.
 
 A host that runs ahead of its GPU has a lead, within which a pause costs nothing. A pause of one host that is longer
 than its lead delays its GPU, and then the GPUs of all ranks, because they wait in collectives.

@@ -3,9 +3,10 @@
     rank 0   if rank == 0: validate(model) ... waits for rank 1 in a gather
     others   dist.barrier() .................. wait for rank 0, outside of this library
 
-A thread looks once per second at the function that the program's thread is in. Only if this is a collective of all
-ranks of a model, and was the same a second ago, it publishes the wait. So a steady step costs one look per second, and
-no message. A rank that computes, reads data or writes a file is in no collective, so it is waited for.
+A thread looks once per second at the function that the program's thread is in. The thread publishes the wait only if
+this function is a collective of all ranks of a model, and was the same a second ago. So a steady step costs one look
+per second, and no message. A rank that computes, reads data or writes a file is in no collective, so other ranks wait
+for it.
 """
 
 import logging

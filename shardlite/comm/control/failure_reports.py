@@ -387,9 +387,9 @@ class FailureReports:
 def _may_end(operations: Mapping[int, Sequence[str]], started: Mapping[int, int]) -> bool:
     """Return whether a rank waits in a collective for data that another rank has sent, and not for another rank.
 
-    After a broadcast, for example, the source continues before the other ranks have received all data. A rank that has
-    started as many of the program's collectives as the waiting rank has called the collective too. In a gather, senders
-    continue too, but it cannot end before all ranks have called it.
+    After a broadcast, for example, the source continues before the other ranks have received all data. If another rank
+    has started as many of the program's collectives as the waiting rank, it has called this collective too. In a
+    gather, senders also continue early, but the destination waits until all ranks have called the gather.
 
     Args:
         operations: names of the operations of each rank.

@@ -1,8 +1,9 @@
 """Frames of other threads, read without the risk of a deadlock.
 
 Before Python 3.12, `sys._current_frames()` creates its results while it holds the lock of the interpreter's list of
-threads. A garbage collection could begin there, and run any finalizer of the process. If the finalizer lets another
-thread run that starts or ends, this thread waits for that lock and never releases the GIL: all threads are blocked.
+threads. A garbage collection could begin there, and run any finalizer of the process. The finalizer may let another
+thread run. If that thread is starting or ending, it waits for the lock while it holds the GIL, so all threads are
+blocked.
 """
 
 import gc

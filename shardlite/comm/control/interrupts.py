@@ -76,7 +76,7 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 def line_of_program(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame of the program, from `frame` outwards, or `None`.
 
-    Installed packages, such as a trainer, are the program only if nothing else is.
+    A frame of an installed package, such as a trainer, counts only if there is no other frame of the program.
     """
     nearest = None
     while frame is not None:

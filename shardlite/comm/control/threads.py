@@ -1,11 +1,12 @@
 """Threads that end before the interpreter shuts down.
 
-A thread that returns from C++ while the interpreter shuts down is not given the GIL but unwound, and C++ answers that
-with `std::terminate` (SIGABRT). So every thread that calls PyTorch ends by a message, and is joined at exit.
+If a thread returns from C++ while the interpreter shuts down, Python unwinds the thread instead of giving it the GIL,
+and C++ then calls `std::terminate` (SIGABRT). So every thread that calls PyTorch ends by a message, and is joined at
+exit.
 
-The same happens to PyTorch's own threads, which nobody joins while an object holds their process group. A thread of
-gloo frees the tensors of a collective, for which it takes the GIL, only after it has told the waiting program that the
-collective has ended. On a busy machine the program may have ended by then. So the exit waits for these threads to rest.
+The same happens to PyTorch's own threads, which are not joined while an object holds their process group. A thread of
+gloo first tells the waiting program that a collective has ended, and then takes the GIL to free the tensors of the
+collective. On a busy machine the program may have ended by then. So the exit waits for these threads to rest.
 """
 
 import atexit
@@ -61,7 +62,8 @@ def end_threads() -> None:
 def _let_gloo_rest() -> None:
     """Wait until no thread of gloo runs or waits for the GIL.
 
-    A thread that has slept from one look to the next waits for work or for a peer: for the GIL it would have woken.
+    A thread that has slept from one look to the next waits for work or for a peer. A thread that waits for the GIL
+    would have woken meanwhile.
     """
     before: list[list[str]] = []
     deadline = monotonic() + _FAREWELL

@@ -112,11 +112,11 @@ class Transport:
 
     Messages from one rank to another with the same tag arrive in the order in which they were sent. Messages with
     different tags are independent. Tensors are contiguous and 1-D, of any dtype. Sender and receiver must use the same
-    numel and dtype. Several threads may use one transport concurrently if their tags differ. A transport that
-    guarantees less documents the difference.
+    numel and dtype. Several threads may use one transport concurrently if their tags differ. If a transport guarantees
+    less, its docstring says so.
 
-    Two or more ranks call the collectives, whose arguments `collectives.py` has checked. They raise a `CommError` if a
-    peer failed, timed out or runs a different operation.
+    There are at least two ranks, and `collectives.py` has checked the arguments of the collectives. A collective raises
+    a `CommError` if a peer failed, timed out or runs a different operation.
     """
 
     rank: int

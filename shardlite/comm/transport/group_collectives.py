@@ -8,10 +8,10 @@
 The results have the same bits as with the algorithm `ring`, and the number of calls does not depend on the number of
 ranks. Both NCCL and gloo are supported. Over NCCL a message costs the host more time than a whole collective.
 
-**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, what arrives takes the
-place of what was sent before it, and only the first `D` elements are staged. In step `t` a rank sends segment `r+t`,
-and receives the row of rank `r-t`. With more than nine ranks a call makes several steps, and with fewer than six a step
-takes several calls, so there are at most 8 calls, one after the other on the current stream:
+**In the bucket.** The rows of a long reduction would need as much memory as the bucket. Instead, received rows
+overwrite segments that were already sent, and only the first `D` elements are staged. In step `t` a rank sends segment
+`r+t`, and receives the row of rank `r-t`. With more than nine ranks a call makes several steps, and with fewer than six
+a step takes several calls, so there are at most 8 calls, one after the other on the current stream:
 
     W=8, D=S     call t   send segment r+t        receive row of r-t into segment r+t-1, at first into staging
     W=3, D=S/3   call 1   send first third of r+1   receive first third of r-1's row into staging
@@ -22,8 +22,8 @@ takes several calls, so there are at most 8 calls, one after the other on the cu
     W=3, D=S/3           0 0 0       2 2 1     1 1 -     2
 
 So the received rows follow each other in memory, from `D` elements before segment `r+1` on. One kernel adds all rows in
-the order of the ring. Nothing is packed. Long reductions of unequal segments, or as a tree, are made in slices that are
-packed.
+the order of the ring. Nothing is packed. Long reductions of unequal segments, or in the order of a tree, run in slices
+that are packed.
 
 These calls have no tags, so all ranks must make them in the same order. Therefore each queue of operations has a
 separate connection (`nccl.communicator`, `gloo.reconnect`). The connection is a backend. So this file calls methods of
@@ -220,7 +220,7 @@ class GroupCollectives(WholeCollectives, GroupTransport):
         return self.world_size if one_slice else 2 * self.world_size
 
     def staging_numel(self, cut: Cut, itemsize: int) -> int:
-        """Return the number of elements of the staging buffer, in which the received rows are, or the first of them."""
+        """Return the number of elements of the staging buffer, which holds all received rows or the first of them."""
         if self.fast and cut.even:
             return cut.longest
         return self._staged_in_bucket(cut, itemsize) or super().staging_numel(cut, itemsize)

@@ -36,7 +36,7 @@ def slices_of(longest: int, rows: int, itemsize: int, grain: int, nbytes: int) -
 
 @lru_cache(maxsize=64)  # so that a reduction enters no function for it
 def rows_of(world_size: int) -> int:
-    """Return the number of received rows of a segment: of two ranks, each adds its own summand from the bucket."""
+    """Return the number of received rows of a segment. Of two ranks, each adds its own summand from the bucket."""
     return 1 if world_size == 2 else world_size
 
 

@@ -62,7 +62,7 @@ class Record:
 
 
 class Expected(NamedTuple):
-    """The results with which others are compared."""
+    """The results with which those of other systems are compared."""
 
     ddp: Record
     exact: Record

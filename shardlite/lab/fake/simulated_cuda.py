@@ -1,7 +1,8 @@
 """CUDA's streams and events without a GPU, to the extent that ShardLite and FSDP2 use them.
 
-Each operation runs immediately on the CPU. Each stream has a vector clock, which tells what the stream is behind. The
-tests search for races with these clocks (`tests/comm/streams/simulated_gpu.py`). `bench.gpu_path` counts the calls.
+Each operation runs immediately on the CPU. Each stream has a vector clock, which records the operations that precede
+the stream's next operation. The tests search for races with these clocks (`tests/comm/streams/simulated_gpu.py`).
+`bench.gpu_path` counts the calls.
 """
 
 import threading
@@ -31,16 +32,16 @@ class Stream:
     number: int
     clock: Clock = field(default_factory=Counter)
     ends: set[Node] = field(default_factory=set)
-    """The nodes of the captured graph that the next one depends on."""
+    """The nodes of the captured graph that the next node depends on."""
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        """Record an event, or a new one, and return it."""
+        """Record an event, by default a new event, and return it."""
         event = event or Event(self.gpu)
         event.record(self)
         return event
 
     def wait_event(self, event: "Event") -> None:
-        """Put this stream behind an event."""
+        """Order this stream after an event."""
         self.gpu.calls["events waited for"] += 1
         assert event.clock is not None, "it was not recorded, so a wait for it is none"
         if event.is_captured and (event.capture != self.gpu.captures or not self.gpu.captured):
@@ -50,11 +51,11 @@ class Stream:
         self.ends |= event.ends
 
     def wait_stream(self, other: "Stream") -> None:
-        """Put this stream behind another."""
+        """Order this stream after another stream."""
         self.wait_event(other.record_event())
 
     def launch(self) -> int:
-        """Begin the next operation, which is behind all that the host has waited for; return its number."""
+        """Begin the next operation, ordered after everything that the host has waited for. Return its number."""
         self.gpu.check_captured(self, "an operation")
         self.clock |= self.gpu.host
         self.clock[self.number] += 1
@@ -73,7 +74,7 @@ class Event:
     asked: int = 0
     is_captured: bool = False
     capture: int = 0
-    """Number of captures that had begun when it was recorded."""
+    """Number of captures that had begun when the event was recorded."""
 
     ends: set[Node] = field(default_factory=set)
 
@@ -81,18 +82,18 @@ class Event:
         self.gpu.calls["events created"] += 1
 
     def record(self, stream: Stream | None = None) -> None:
-        """Be the moment in which a stream, by default the current one, is now."""
+        """Record the present moment of a stream, by default the current stream, in this event."""
         self.gpu.calls["events recorded"] += 1
         stream = stream or self.gpu.current()
         self.clock, self.is_captured, self.asked = Counter(stream.clock), stream in self.gpu.captured, 0
         self.capture, self.ends = self.gpu.captures, set(stream.ends)
 
     def wait(self, stream: Stream | None = None) -> None:
-        """Put a stream, by default the current one, behind this event."""
+        """Order a stream, by default the current stream, after this event."""
         (stream or self.gpu.current()).wait_event(self)
 
     def query(self) -> bool:
-        """Return whether it is over: so it is when it has been asked for `Cuda.lag` times."""
+        """Return whether this event has completed. The first `Cuda.lag` queries return `False`."""
         self.gpu.refuse_in_capture("an event is queried")
         self.gpu.waits["query"] += 1
         self.asked += 1
@@ -103,14 +104,14 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Put the host behind this event."""
+        """Order the host after this event."""
         self.gpu.refuse_in_capture("the host waits for an event")
         self.gpu.waits["synchronize"] += 1
         self.gpu.host |= self.clock or Counter()
 
 
 class Cuda:
-    """The streams of one GPU; `lag` is how often an event is asked for before it is over."""
+    """The streams of one GPU. `lag` is the number of queries of an event that return `False`."""
 
     def __init__(self, lag: int = 0) -> None:
         self.lag = lag
@@ -120,14 +121,14 @@ class Cuda:
         self.waits: Counter[str] = Counter()
         """How often the host has waited: `query`, `synchronize`, `item`, and for the hosts of other ranks.
 
-        A query does not block. Of those `in vain` the host makes more, until one tells that the operation is over.
+        A query does not block. After a query `in vain`, the host queries again until the operation is over.
         """
 
         self.captured: set[Stream] = set()
-        """The streams of which a CUDA graph is captured now."""
+        """The streams that a CUDA graph captures now."""
 
         self.edges: dict[Node, set[Node]] = {}
-        """For each operation of the latest capture, those that it depends on directly."""
+        """For each operation of the latest capture, the operations that it depends on directly."""
 
         self.captures = 0
         """Number of captures so far."""
@@ -136,7 +137,7 @@ class Cuda:
         self._origin: Stream | None = None
 
         self.is_elsewhere = False
-        """Whether what runs now runs on another thread than the program's."""
+        """Whether the code that runs now is on a thread other than the program's."""
 
         self.host: Clock = Counter()
         self._streams: list[Stream] = []
@@ -175,7 +176,8 @@ class Cuda:
     ) -> CudaStreamQueue:
         """Make a queue of the library whose operations the program's thread launches, as over NCCL.
 
-        What blocks has a thread of its own, in name: it is run at once, too, and what it waits for is not counted.
+        A blocking queue has its own thread in name only: its operations also run at once, and its waits are not
+        counted.
         """
         thread: Any = _OtherThread(self) if blocking else None
         queue = CudaStreamQueue(torch.device("cuda"), thread, program)
@@ -205,8 +207,8 @@ class Cuda:
         """Capture a CUDA graph as PyTorch does, on a stream for captures.
 
         Raises:
-            RuntimeError: something that CUDA refuses in a capture. As in PyTorch, all that follows is refused, too, and
-                the stream of the capture stays the current one.
+            RuntimeError: the block does something that CUDA refuses in a capture. As in PyTorch, all later calls are
+                refused too, and the stream of the capture stays the current stream.
         """
         origin = self._origin = self._origin or self.stream("captured")
         for stream in self._streams:  # PyTorch waits for the GPU before
@@ -239,21 +241,21 @@ class Cuda:
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
 
     def capture(self, stream: Stream, *, behind_captured: bool) -> None:
-        """Capture a stream, too, that waits for one that is captured."""
+        """Also capture a stream that waits for a captured stream."""
         if not behind_captured and stream in self.captured:
             self.refuse_in_capture(f"{stream.name} is put behind what is not captured")
         if self.captured and behind_captured:
             self.captured.add(stream)
 
     def check_captured(self, stream: Stream, what: str) -> None:
-        """Check that, while a graph is captured, it captures what a stream does."""
+        """If a graph is captured, check that it captures the stream."""
         if self._refused or (self.captured and stream not in self.captured):
             self.refuse_in_capture(self._refused or f"{what} of {stream.name} is not captured")
 
 
 @dataclass
 class _OtherThread:
-    """A thread of a queue, for which the program does the work meanwhile."""
+    """A thread of a queue, whose work the program's thread does."""
 
     gpu: Cuda
 

@@ -76,7 +76,7 @@ def measure(
         source: the model, and the batch of all steps.
         system: the system to measure.
         group: the ranks.
-        process: whether to sample the size of the processes, too.
+        process: whether to sample the size of the processes as well.
         steps: number of steps in which processes are sampled.
     """
     system.prepare()

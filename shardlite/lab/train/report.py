@@ -122,9 +122,9 @@ Totals = tuple[float, float, float]
 class StepTraffic:
     """Counts this rank's traffic of each step, without validations.
 
-    The step after a validation finds weights that the validation has gathered, so the mean leaves it out. Both leave
-    out gathers that no rank needs. Only validations have them, because all ranks train the same units, and they may
-    end after the validation.
+    The step after a validation finds weights that the validation has gathered, so the mean leaves it out. The traffic
+    leaves out gathers that no rank needs. Only validations have such gathers, because all ranks train the same units.
+    The gathers may end after the validation.
     """
 
     def __init__(self, model: ShardLite) -> None:
