@@ -310,7 +310,8 @@ class ShardLite(nn.Module):
                 raise
             value = getattr(self.module, name)
         if ismethod(value) and value.__self__ is self.module:
-            return method_of_module(value, self._running, partial(hand_over, model=self._bridge))
+            running = lambda: self._running()  # noqa: E731 (a method that was taken before `unwrap()` must raise)
+            return method_of_module(value, running, partial(hand_over, model=self._bridge))
         return value
 
     def __reduce_ex__(self, _: Any) -> Any:

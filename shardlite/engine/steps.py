@@ -67,10 +67,11 @@ class InBackwardOptimizer:
             steps: whether the optimizer may step in this backward.
 
         Raises:
+            LayoutError: such an optimizer holds the module's own parameters instead of shards.
             PhaseError: an optimizer has stepped in an earlier backward without a call of `step()` since, or a shard
                 already has a gradient.
         """
-        now = self.steps()
+        now = steps_in_backward(self._shards.names, self._shards.first_unsharded)
         if now is None:
             return None
         now.ready()

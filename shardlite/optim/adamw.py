@@ -268,15 +268,26 @@ class AdamW(Optimizer):
 # ---- all optimizers of the process ----------------------------------------------------------------------------------
 
 
-def steps_in_backward(names: Callable[[], Mapping[Tensor, str]]) -> InBackwardSteps | None:
+def steps_in_backward(
+    names: Callable[[], Mapping[Tensor, str]],
+    first_unsharded: Callable[[Iterable[Tensor]], str | None] = lambda _: None,
+) -> InBackwardSteps | None:
     """Return the steps of the optimizer that steps shards of a model inside the backward, or `None`.
 
-    `names` returns the name of each shard of the model.
+    `names` returns the name of each shard of the model, and `first_unsharded(params)` that of the first of the module's
+    own parameters.
 
     Raises:
-        LayoutError: several such optimizers hold shards of the model, or the optimizer lacks a trainable shard.
+        LayoutError: several such optimizers hold shards of the model, or the optimizer lacks a trainable shard, or
+            holds the module's own parameters, which its hooks would step without the other ranks.
     """
     candidates = [optimizer for optimizer in living() if optimizer.in_backward]
+    for optimizer in candidates:
+        if (name := first_unsharded(optimizer._params())) is not None:
+            raise LayoutError(
+                f"AdamW(in_backward=True) holds the unsharded parameter {name!r}: build it from parameters() of the "
+                "ShardLite model, or call model.adopt(optimizer)"
+            )
     shards = names() if candidates else {}
     found = [optimizer for optimizer in candidates if any(param in shards for param in optimizer._params())]
     if not found:

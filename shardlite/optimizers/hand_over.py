@@ -65,6 +65,7 @@ def hand_over(
 
     if agree is not None:
         agree(problem_in(check), facts)
+        _given.add(optimizer)
     _replace(optimizer, shards, model.part)
 
 
@@ -172,8 +173,9 @@ def _replace(optimizer: Optimizer, shards: Mapping[Tensor, Tensor], part: Callab
     The model may have moved since the optimizer was built, so parts move to the devices of their shards. Numbers move
     as in `Optimizer.load_state_dict`.
     """
-    name, is_ours, numbers = type(optimizer).__name__, isinstance(optimizer, AdamW), numbers_of(optimizer.state.items())
-    held, states = list[Tensor](), dict[Tensor, Any]()
+    name, is_ours, states = type(optimizer).__name__, isinstance(optimizer, AdamW), dict[Tensor, Any]()
+    held = [param for param in params_of(optimizer) if param in shards]
+    numbers = numbers_of((param, optimizer.state[param]) for param in held if param in optimizer.state)
 
     def cut(group: Mapping[str, Any], param: Tensor, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -192,7 +194,6 @@ def _replace(optimizer: Optimizer, shards: Mapping[Tensor, Tensor], part: Callab
 
     for group in optimizer.param_groups:
         for param in filter(shards.__contains__, group["params"]):
-            held.append(param)
             if state := optimizer.state.get(param):
                 states[shards[param]] = map_state(canonical(state) if is_ours else state, partial(cut, group, param))
     for group in optimizer.param_groups:

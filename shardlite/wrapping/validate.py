@@ -72,6 +72,9 @@ class Options:
         rule = self.reshard_after_forward
         if not isinstance(rule, bool) and not callable(rule):
             raise TypeError(f"reshard_after_forward must be a bool or callable(name, module) -> bool, got {rule!r}")
+        for name in ("ignore", "replicate"):
+            if isinstance(entries := getattr(self, name), Iterator):  # a copy of the options reads it again
+                vars(self)[name] = tuple(entries)
         modules, ignored = _split_entries("ignore", self.ignore)
         _, replicated = _split_entries("replicate", self.replicate)
         compound = {each for each in replicated if is_traceable_wrapper_subclass(each) and not each.requires_grad}

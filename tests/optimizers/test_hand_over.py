@@ -3,9 +3,11 @@
 import copy
 import gc
 
+import pytest
 import torch
 from torch import nn
 
+from shardlite import LayoutError, PhaseError, ShardLite
 from shardlite.optim import AdamW, adamw, living
 from shardlite.optimizers.hand_over import _replace
 from tests.support.optim_cases import HYPER, assert_same, set_grads
@@ -96,3 +98,65 @@ def test_copies_are_adopted_and_optimizers_can_die():
     del optimizer, twin
     gc.collect()
     assert len(adamw._living) <= known - 2
+
+
+@pytest.mark.stages(1, 3)
+def test_steps_in_the_backward_refuse_parameters_that_are_not_shards(group, stage):
+    """The backward raises before anything has changed, and another optimizer trains."""
+    model = ShardLite(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), group=group, stage=stage)
+    before = model.full_state_dict()
+    optimizer = AdamW(model.module.parameters(), in_backward=True)
+    with pytest.raises(LayoutError, match=r"holds the unsharded parameter '0.weight': build it from parameters\(\)"):
+        model(torch.ones(2, 4)).sum().backward()
+    after = model.full_state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    model.adopt(optimizer)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before["0.weight"], model.full_state_dict()["0.weight"])
+
+
+def test_entries_of_other_optimizers_do_not_matter(group):
+    optimizer = AdamW(nn.Linear(2, 2).parameters())
+    optimizer.state["calls"] = 1
+    ShardLite(nn.Linear(4, 4), group=group)
+    assert optimizer.state["calls"] == 1
+
+
+def test_an_adopted_optimizer_may_have_an_empty_group(cluster):
+    cluster.run(_adopted_alone, 1)
+
+
+def _adopted_alone(group):
+    module = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([{"params": list(module.parameters())}, {"params": []}], lr=0.1)
+    model = ShardLite(module, group=group)
+    model.adopt(optimizer)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def test_a_method_that_was_taken_before_unwrap_raises_after_it(group):
+    model = ShardLite(Configured(), group=group)
+    configure = model.configure
+    model.unwrap()
+    with pytest.raises(PhaseError, match="this ShardLite model was unwrapped"):
+        configure()
+
+
+class Configured(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def configure(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_limit_of_memory_reads_a_generator_of_ignored_parameters_once(group):
+    module = nn.Sequential(nn.Linear(256, 256), nn.Embedding(30000, 64))
+    texts = []
+    for ignored in (module[1].parameters(), list(module[1].parameters())):
+        with pytest.raises(LayoutError, match="memory_limit") as refused:
+            ShardLite(module, group=group, stage=1, ignore=ignored, memory_limit=100_000)
+        texts.append(str(refused.value))
+    assert texts[0] == texts[1]
