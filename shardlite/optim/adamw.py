@@ -283,7 +283,7 @@ def steps_in_backward(
     """
     candidates = [optimizer for optimizer in living() if optimizer.in_backward]
     for optimizer in candidates:
-        if (name := first_unsharded(optimizer._params())) is not None:
+        if (name := first_unsharded(optimizer._backward_steps.handles)) is not None:
             raise LayoutError(
                 f"AdamW(in_backward=True) holds the unsharded parameter {name!r}: build it from parameters() of the "
                 "ShardLite model, or call model.adopt(optimizer)"

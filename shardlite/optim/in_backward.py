@@ -59,19 +59,19 @@ class InBackwardSteps:
         self._optimizer = ref(optimizer)  # weak: hooks hold this object, and a deleted optimizer must not step
         self._create_states = create_states
         self._layout: OptimizerLayout | None = None  # the layout of the open step
-        self._handles: dict[Tensor, RemovableHandle] = {}
+        self.handles: dict[Tensor, RemovableHandle] = {}
         self._done: set[Tensor] = set()
         self.alarm = Alarm()
 
     def catch(self, params: Iterable[Tensor]) -> None:
         """Register hooks on parameters that are not shards. A hook steps its parameter when the gradient is ready."""
         for param in params:
-            if param.requires_grad and not isinstance(param, Shard) and param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
+            if param.requires_grad and not isinstance(param, Shard) and param not in self.handles:
+                self.handles[param] = param.register_post_accumulate_grad_hook(self._hook)  # type: ignore[no-untyped-call]
 
     def release(self, param: Tensor) -> None:
         """Remove the hook of `param`."""
-        if (handle := self._handles.pop(param, None)) is not None:
+        if (handle := self.handles.pop(param, None)) is not None:
             handle.remove()
 
     def ready(self) -> None:
