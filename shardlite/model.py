@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from inspect import ismethod
 from typing import Any
+from warnings import warn
 
 import torch
 from shardlite_kernels import chunk_memory
@@ -23,6 +24,7 @@ from shardlite.config import (
     Route,
     check_records,
     memory_limit_of,
+    offload_of,
     with_environment,
 )
 from shardlite.engine import cast_floats, in_backward
@@ -32,7 +34,7 @@ from shardlite.engine.module_hooks import NO_GRAPH
 from shardlite.engine.part_loop import PartLoop
 from shardlite.engine.patches import install_patches
 from shardlite.engine.uneven_inputs import Batch
-from shardlite.errors import LayoutError, PhaseError, check_rank, some_of
+from shardlite.errors import LayoutError, PhaseError, ShardWarning, check_rank, some_of
 from shardlite.full import NO_COPY
 from shardlite.grads import Mode
 from shardlite.optim import accumulating, living
@@ -42,6 +44,7 @@ from shardlite.weights import outside_transforms
 from shardlite.wrapping import Options, UnitPolicy
 from shardlite.wrapping.allocate import wrap
 from shardlite.wrapping.init import Init, broadcast_full
+from shardlite.wrapping.offload import can_offload
 from shardlite.wrapping.partition import UnitRule
 from shardlite.wrapping.plan import agree_on_plan
 from shardlite.wrapping.validate import unmark_wrapped
@@ -122,6 +125,10 @@ class ShardLite(nn.Module):
             `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
+        offload: which states of `AdamW` are kept in host memory: `True` (all), the share of their bytes (`0.5`), or the
+            number of bytes that stay on the GPU (`4 * 10**9`). The states are moments and the low bits of split
+            weights. Weights and gradients stay on the GPU, and the step runs there, in chunks, with the same bits. The
+            option has no effect on a CPU. See `docs/offload.md`.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
             group's timeout applies to messages.
 
@@ -156,6 +163,7 @@ class ShardLite(nn.Module):
         route: Route = Route(),  # noqa: B008 (frozen)
         buffers: str = "rank0",
         memory_limit: int | MemoryLimit | None = None,
+        offload: bool | float | None = None,
         timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         super().__init__()
@@ -174,6 +182,7 @@ class ShardLite(nn.Module):
             route=with_environment(route),
             buffers=buffers,
             memory_limit=memory_limit_of(memory_limit),
+            offload=offload_of(offload),
             timeout=timeout,
         )
         self.stage, self.precision, self.module = stage, precision, module
@@ -1016,6 +1025,8 @@ class ShardLite(nn.Module):
             from shardlite.plan import check_memory_limit  # late: few programs set a limit
 
             check_memory_limit(self.module, plan, options, ranks.shards)
+        if options.offload is not None and not can_offload(plan.device) and ranks.is_first:
+            warn(f"offload has no effect: the model is on the {plan.device.type}", ShardWarning, stacklevel=3)
         self._context = share(ranks, plan.device, options.timeout, options.route)
         self.ledger, self.trace = self._context.ledger, self._context.trace
         wrapped = wrap(self.module, plan, options, self._context)

@@ -19,6 +19,7 @@ from shardlite_kernels import joined, split
 from torch import Tensor, nn
 
 from shardlite.params.full_buffer import storage_key
+from shardlite.params.host_states import HostStates
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
 from shardlite.params.parameters import Placeholder, become, requires_grad_of
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
@@ -51,6 +52,9 @@ class Flat:
 
     low: Tensor | None = None
     """Lower part of split weights, laid out like `local`, which is the upper part. `None` if weights are not split."""
+
+    states: HostStates | None = None
+    """Host memory for the optimizer states of the unit, with `low`. `None` if the states stay on the device."""
 
     full: Tensor | None = None
     """Permanent memory of the full weights [W*S], if any. `local` may be a view of a part of this memory."""

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm.transport.shared_memory.heap import lazy_zeros
+from shardlite.params.host_states import HostStates
 
 ALIGN = 32
 """Alignment of parameters and shards, in elements.
@@ -300,6 +301,9 @@ class ShardInfo(NamedTuple):
 
     low: Tensor | None = None
     """Lower part of split weights, as long as the shard, which is the upper part. `None` if weights are not split."""
+
+    states: HostStates | None = None
+    """Host memory for the states of the shard's unit, or `None` if the states stay on the device."""
 
     @staticmethod
     def of(param: Tensor) -> ShardInfo:

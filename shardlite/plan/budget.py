@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import torch
-from shardlite_kernels import FORMATS, SCALE_BLOCK
+from shardlite_kernels import SCALE_BLOCK
 from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 
 from shardlite.comm.transport.loans import BLOCK
@@ -21,6 +21,7 @@ from shardlite.grads.policy import mean_stays
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Plan, build_units, placement_of
 from shardlite.wrapping.allocate import Placement
+from shardlite.wrapping.offload import moment_nbytes
 
 _META = torch.device("meta")
 
@@ -205,13 +206,6 @@ def _own_numel(flat: Flat) -> int:
     return sum(round_up(stop - start, ALIGN) for start, stop in parts)
 
 
-def _moment_nbytes(flat: Flat, numel: int, state: str) -> int:
-    """Return the bytes of both moments, each of which has `numel` elements."""
-    dtype = flat.master.to_real() if state == "fp32" else FORMATS[state]
-    exponents = 2 * (numel // SCALE_BLOCK) if state == "int8" else 0
-    return 2 * numel * dtype.itemsize + exponents
-
-
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
     """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts."""
     trained = [flat for flat in flats if flat.layout.trainable]
@@ -219,7 +213,7 @@ def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
     wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
     for flat in trained:
         numel = _own_numel(flat)
-        yield _moment_nbytes(flat, numel, recipe.state)
+        yield moment_nbytes(numel, flat.master, recipe.state)
         if recipe.on_gpu or recipe.state != "fp32":
             yield numel // SCALE_BLOCK * wide
     yield slots * _COUNT_NBYTES
@@ -229,7 +223,7 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     """Return the bytes that a step moves. A step reads and writes weights and moments, and only reads the gradient."""
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
-    return 2 * (weights + _moment_nbytes(flat, numel, recipe.state)) + numel * flat.master.to_real().itemsize
+    return 2 * (weights + moment_nbytes(numel, flat.master, recipe.state)) + numel * flat.master.to_real().itemsize
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
+from shardlite.params.host_states import OFFLOADED, HostStates
 from shardlite.wrapping.init import broadcast_buffers, broadcast_init
 from shardlite.wrapping.partition import UnitPlan, applies
 from shardlite.wrapping.plan import FlatPlan, Plan
@@ -73,9 +74,11 @@ def wrap(module: nn.Module, plan: Plan, options: Options, context: Context) -> W
     mark_wrapped(units)
     context.agree("initial values", error)
     broadcast_buffers(module, context, options.compound)
-    for memory in (each for flat in flats_of(units) for each in (flat.local, flat.low, flat.full)):
-        if memory is not None:
-            context.ledger.track("parameters", memory)
+    for flat in flats_of(units):
+        kept = [flat.local, flat.full, flat.low if flat.states is None else None]
+        context.ledger.track("parameters", *(memory for memory in kept if memory is not None))
+        if flat.states is not None and flat.low is not None:
+            context.ledger.track(OFFLOADED, flat.low)
     for buffer in module.buffers():
         context.ledger.track("buffers", buffer)
     context.trim(keep=0)
@@ -100,16 +103,21 @@ def build_units(plan: Plan, placement: Placement) -> list[Unit]:
     """
     flats_to_be = list(chain.from_iterable(plan.flats))
     places = _allocate(flats_to_be, placement, plan.device)
-    lows = _allocate_lower_parts(flats_to_be, placement, plan.device)
+    offloaded = plan.offloaded or [False] * len(plan.units)
+    states = [HostStates(plan.device) if each else None for each in offloaded]
+    of_flats = [each for each, mine in zip(states, plan.flats, strict=True) for _ in mine]
+    lows = _allocate_lower_parts(flats_to_be, of_flats, placement, plan.device)
     units: list[Unit] = []
-    for start, mine in zip(plan.units, plan.flats, strict=True):
-        flats = [_make_flat(flat, *next(places), next(lows), placement) for flat in mine]
+    for start, mine, host in zip(plan.units, plan.flats, states, strict=True):
+        flats = [_make_flat(flat, *next(places), next(lows), host, placement) for flat in mine]
         if flats:
             name, keep_unsharded = start.name or ROOT, placement.keep_unsharded(start)
             replicated = start.replicated and not placement.single_rank
             is_root = name == ROOT or replicated  # gradients of replicated parameters arrive at any time, too
             unit = Unit(len(units), name, flats, is_root, keep_unsharded, replicated)
             units.append(unit)
+            if host is not None:
+                host.waits = unit.needs_gather and not (replicated or placement.single_rank)
     if len(units) == 1:
         units[0].is_root = False  # a single unit needs none of the root's special cases
     return units
@@ -141,20 +149,34 @@ def _allocate(
 
 
 def _allocate_lower_parts(
-    flats: Sequence[FlatPlan], placement: Placement, device: torch.device
+    flats: Sequence[FlatPlan], states: Sequence[HostStates | None], placement: Placement, device: torch.device
 ) -> Iterator[Tensor | None]:
-    """For each flat, yield the memory for the lower part of its weights, or `None` if its weights are not split."""
-    split = [flat for flat in flats if flat.split]
-    ranks = [placement.of(flat).rank for flat in split]
-    lengths = [
-        flat.layout.full_numel if rank is None else flat.layout.shard_numel
-        for flat, rank in zip(split, ranks, strict=True)
-    ]
-    lows = iter(allocate_arenas([(torch.int8, flat.layout.trainable) for flat in split], lengths, device))
-    return (next(lows) if flat.split else None for flat in flats)
+    """For each flat, yield the memory for the lower part of its weights, or `None` if its weights are not split.
+
+    The memory is in the flat's entry of `states`, if that is not `None`.
+    """
+
+    def length(flat: FlatPlan) -> int:
+        return flat.layout.full_numel if placement.of(flat).rank is None else flat.layout.shard_numel
+
+    stay = [flat for flat, host in zip(flats, states, strict=True) if flat.split and host is None]
+    kinds = [(torch.int8, flat.layout.trainable) for flat in stay]
+    lows = iter(allocate_arenas(kinds, [*map(length, stay)], device))
+    for flat, host in zip(flats, states, strict=True):
+        if not flat.split:
+            yield None
+        else:
+            yield next(lows) if host is None else host.allocate(length(flat), torch.int8)
 
 
-def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor | None, placement: Placement) -> Flat:
+def _make_flat(
+    plan: FlatPlan,
+    local: Tensor,
+    full: Tensor | None,
+    low: Tensor | None,
+    states: HostStates | None,
+    placement: Placement,
+) -> Flat:
     """Create the flat of `plan` in the given memory."""
     flat = Flat(
         layout=plan.layout,
@@ -168,12 +190,13 @@ def _make_flat(plan: FlatPlan, local: Tensor, full: Tensor | None, low: Tensor |
         # its counter. Ranks would then disagree on whether full weights are stale.
         local=local.data,
         low=low,
+        states=states,
         full=full,
     )
     flat.shards = plan.params if placement.single_rank else _make_shards(flat)
     if placement.single_rank:
         for param in plan.params:
-            ShardInfo().mark(param)
+            ShardInfo(states=states).mark(param)
     return flat
 
 
@@ -184,7 +207,8 @@ def _make_shards(flat: Flat) -> Sequence[nn.Parameter]:
     for index, (slot, shard) in enumerate(zip(flat.layout.slots, shards, strict=True)):
         first, stop = slot.within(*own)
         shard.__dict__.update(flat.params[index].__dict__)  # the program's attributes, such as `_no_weight_decay`
-        ShardInfo(own[0] + first - slot.start, None if flat.low is None else flat.low[first:stop]).mark(shard)
+        low = None if flat.low is None else flat.low[first:stop]
+        ShardInfo(own[0] + first - slot.start, low, flat.states).mark(shard)
         if flat.low is not None:
             shard.grad_dtype = None  # allows fp32 gradients, although the upper part is bf16
     return shards

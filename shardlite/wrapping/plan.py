@@ -20,6 +20,7 @@ from shardlite.params import ALIGN, ROOT, Layout
 from shardlite.params.layout import lay_out
 from shardlite.wrapping import init, validate
 from shardlite.wrapping.keep import Dtypes, dtypes_of
+from shardlite.wrapping.offload import can_offload, moment_nbytes
 from shardlite.wrapping.partition import UnitPlan, applies, partition_module
 from shardlite.wrapping.validate import Options
 
@@ -99,6 +100,9 @@ class Plan(NamedTuple):
     in_parts: bool = False
     """Whether gradients are added in a tree over the parts of a global batch, even on a single rank."""
 
+    offloaded: Sequence[bool] = ()
+    """Whether the optimizer states of each unit are kept in host memory."""
+
     @property
     def casts(self) -> bool:
         """Whether any weights are split, or stored in a dtype that differs from the compute dtype."""
@@ -129,6 +133,7 @@ def agree_on_plan(module: nn.Module, options: Options, groups: Ranks, wrapper: t
             f"{options.route}",
             f"buffers {options.buffers!r}",
             f"{options.memory_limit or 'no memory limit'}",
+            f"{options.offload or 'no offload'}",
         )
         facts = [*settings, f"shards on {plan.device.type}", *_describe(plan)]
     except Exception as error:  # all types are caught, because other ranks wait for this rank
@@ -143,6 +148,7 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
 
     Raises:
         LayoutError: the option `units` is invalid.
+        ValueError: the option `offload` is below the smallest unit.
     """
     units = partition_module(module, options.units, options.ignored, options.replicated)
     # With order="tree", norms combine statistics of blocks. No cut may divide a block, or norms would depend on `W`.
@@ -150,7 +156,32 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
     roots = [unit.module for unit in units if unit.params]
     dtypes = dtypes_of(module, options.precision, roots, options.ignored)
     flats = [plan_flats(unit, world_size, options.precision, dtypes.kept, grain=grain, device=device) for unit in units]
-    return Plan(units, flats, device, dtypes, in_parts=options.route.order == "tree")
+    in_parts, offloaded = options.route.order == "tree", _offloaded(flats, options, device)
+    return Plan(units, flats, device, dtypes, in_parts, offloaded)
+
+
+def _offloaded(flats: Sequence[Sequence[FlatPlan]], options: Options, device: torch.device) -> Sequence[bool]:
+    """Return whether the states of each unit are kept in host memory.
+
+    The moments count in the format of `options.memory_limit`, or as fp32.
+
+    Raises:
+        ValueError: the smallest unit is larger than the bytes that may stay on the GPU.
+    """
+    if options.offload is None or not can_offload(device):
+        return [False] * len(flats)
+    state = "fp32" if options.memory_limit is None else options.memory_limit.state
+    return options.offload.chooses([sum(_state_nbytes(flat, options, state) for flat in unit) for unit in flats])
+
+
+def _state_nbytes(flat: FlatPlan, options: Options, state: str) -> int:
+    """Return the bytes of a flat's states on the rank with the longest shard."""
+    if not flat.layout.trainable:
+        return 0
+    whole = options.stage == 0 or flat.replicated
+    numel = flat.layout.real.full_numel if whole else flat.layout.real.shard_numel
+    master = torch.float32 if flat.split else flat.layout.dtype
+    return moment_nbytes(numel, master, state) + flat.split * numel
 
 
 def _matrix_bytes(device: torch.device) -> int:

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm import Ranks
 from shardlite.comm.collectives import SUMMABLE
-from shardlite.config import MemoryLimit, Precision, Route, check_timeout
+from shardlite.config import MemoryLimit, Offload, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key
 from shardlite.wrapping.init import Init
@@ -47,6 +47,7 @@ class Options:
     route: Route = field(default_factory=Route)
     buffers: str = "rank0"
     memory_limit: MemoryLimit | None = None
+    offload: Offload | None = None
     timeout: timedelta = timedelta(minutes=10)
 
     ignored: Collection[Tensor] = field(init=False)

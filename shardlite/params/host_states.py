@@ -1,0 +1,133 @@
+"""Optimizer states of a unit in host memory: pinned memory, and the moments at which it may be read.
+
+A GPU copies from pinned memory and to it while the host goes on. PyTorch's own pinned memory is rounded up to a power
+of two, so memory is allocated here and then registered with the driver. Pages lie on the NUMA node of the GPU, where
+copies are fastest, because a thread that runs on that node writes them first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from mmap import PAGESIZE
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardlite.errors import LayoutError
+
+OFFLOADED = "offloaded state"
+"""The purpose under which states in host memory are counted."""
+
+
+class HostStates:
+    """The states of one unit in host memory, and the latest operations of a GPU on them and on the unit's weights."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Initialize without memory. `device` is the GPU on which the states are stepped."""
+        self.device = device
+        self.waits = False
+        """Whether readers of the unit's weights call `wait_for_step`, so that a step may run beside a forward."""
+
+        self.stepped: Any = None
+        """Event after the latest step of the unit's weights on a stream of its own. `None` if streams wait for it."""
+
+        self._landed: list[Any] = []  # the event after the latest copy to this memory; a list for finalizers
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [numel] in pinned memory. The memory is unpinned when the last tensor in it is deleted.
+
+        Raises:
+            LayoutError: the driver cannot pin the memory.
+        """
+        if self.device.type == "meta":
+            return torch.empty(numel, dtype=dtype, device=self.device)
+        nbytes = numel * dtype.itemsize
+        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8)
+        start = -memory.data_ptr() % PAGESIZE
+        memory = memory[start : start + nbytes]
+        with _running_on(near_cpus(self.device)):
+            ctypes.memset(memory.data_ptr(), 0, nbytes)
+        if numel:
+            pin(memory, self.device)
+            weakref.finalize(memory.untyped_storage(), _unpin, memory.data_ptr(), self._landed).atexit = False
+        return memory.view(dtype)
+
+    def wait_for_step(self) -> None:
+        """Order the current stream after the latest step of the unit's weights."""
+        if self.stepped is not None:
+            self.stepped.wait()
+
+    def copied(self, event: Any) -> None:
+        """Record the event after the latest copy to this memory."""
+        self._landed[:] = [event]
+
+    def wait_for_copies(self) -> None:
+        """Order the current stream after the latest copy to this memory."""
+        for event in self._landed:
+            event.wait()
+
+    def settle(self) -> None:
+        """Let the host wait until the latest states have arrived in this memory. The host may then read or write it."""
+        for event in self._landed:
+            event.synchronize()
+
+
+def pin(memory: Tensor, device: torch.device) -> None:
+    """Let the driver of `device` copy from and to `memory` without a copy in between.
+
+    Raises:
+        LayoutError: the driver refuses. The message has the limit of the process.
+    """
+    with torch.cuda.device(device):
+        driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        error = int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error:
+        import resource  # this module does not exist on Windows
+
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        words = "without a limit" if limit == resource.RLIM_INFINITY else f"at most {limit} bytes"
+        raise LayoutError(
+            f"offload: the driver could not pin {memory.nbytes} bytes of host memory for optimizer states (cudaError "
+            f"{error}); this process may lock {words} (`ulimit -l`): raise the limit (`ulimit -l unlimited`, "
+            "`docker run --ulimit memlock=-1`), free host memory, or keep more states on the GPU with offload=NBYTES"
+        )
+
+
+def _unpin(pointer: int, landed: list[Any]) -> None:
+    for event in landed:
+        event.synchronize()
+    driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    driver.cudaHostUnregister(pointer)
+
+
+def near_cpus(device: torch.device, system: Path = Path("/sys")) -> set[int]:
+    """Return the CPUs of the NUMA node that `device` is attached to. Empty if the node is unknown."""
+    try:
+        place: Any = torch.cuda.get_device_properties(device)
+        name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+        node = int((system / "bus/pci/devices" / name / "numa_node").read_text())
+        ranges = (system / f"devices/system/node/node{node}/cpulist").read_text().strip().split(",")
+    except (AssertionError, AttributeError, OSError, RuntimeError, ValueError):
+        return set()
+    bounds = [each.partition("-") for each in ranges if each]
+    return {cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1)}
+
+
+@contextmanager
+def _running_on(cpus: set[int]) -> Iterator[None]:
+    """Run this thread on the given CPUs, as far as the process may use them. New pages are allocated near them."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    if not before & cpus:
+        yield
+        return
+    os.sched_setaffinity(0, before & cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
