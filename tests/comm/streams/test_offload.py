@@ -422,3 +422,10 @@ def test_an_interrupt_leaves_weights_and_states_of_the_same_steps():
         training.step(2)
         gc.collect()
     assert_no_race(gpu)
+
+
+def test_bytes_below_the_smallest_unit_are_refused_before_memory_is_allocated():
+    gpu = Gpu(1)
+    with gpu.ranks(WORLD_SIZE), pytest.raises(ValueError, match="the smallest unit has"):
+        Training(offload=1)
+    assert not gpu.calls["bytes pinned"]
