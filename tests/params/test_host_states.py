@@ -28,7 +28,7 @@ def driver():
         return fake.error
 
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda pointer: fake.pinned.pop(pointer))
-    with mock.patch.object(torch.cuda, "cudart", lambda: runtime), mock.patch.object(torch.cuda, "device"):
+    with mock.patch.object(torch.cuda, "cudart", return_value=runtime), mock.patch.object(torch.cuda, "device"):
         yield fake
         gc.collect()
 
@@ -58,7 +58,7 @@ def test_memory_is_freed_after_the_last_copy(driver):
     states, log = HostStates(CUDA), []
     memory = states.zeros(8, torch.float32)
     event = SimpleNamespace(record=lambda: log.append("record"), synchronize=lambda: log.append(dict(driver.pinned)))
-    with mock.patch.object(torch.cuda, "Event", lambda: event):
+    with mock.patch.object(torch.cuda, "Event", return_value=event):
         states.record_copies()
     address = memory.data_ptr()
     del memory
