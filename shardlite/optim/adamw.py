@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, StateSlot, canonical, check_state
+from shardlite.optim.layout import OptimizerLayout, canonical, check_state
 from shardlite.optim.unsharded import check_unsharded, state_of_unsharded, step_unsharded
 from shardlite.params import ShardInfo, as_they_are
 from shardlite.params.host_states import OFFLOADED
@@ -231,21 +231,15 @@ class AdamW(Optimizer):
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
         layout.begin_step(self.param_groups, active, amp)
-        later = [] if layout.offloaded is None else [slot for slot in slots if slot.later]
-        self._update(layout, [slot for slot in slots if not slot.later] if later else slots, amp)
-        if later:
-            with layout.beside(later):
-                self._update(layout, later, amp)
+        for stream, some in layout.in_turn(slots):
+            with stream:
+                for counts, elements, grad in layout.steps(some, unscale=amp.grad_scale is not None):
+                    counts.update(elements, grad)
         for counts in active:
             counts.end_step()
         for group, params in unsharded:
             step_unsharded(group, params, self.state, amp)
         return loss
-
-    def _update(self, layout: OptimizerLayout, slots: list[StateSlot], amp: Amp) -> None:
-        """Update the shards of `slots` and their states. The step counts stay."""
-        for counts, elements, grad in layout.steps(slots, unscale=amp.grad_scale is not None):
-            counts.update(elements, grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients.

@@ -22,7 +22,7 @@ or at a cut between ranks. Cuts are at multiples of 32, so the elements of a gro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from operator import is_
@@ -36,6 +36,7 @@ from torch import Tensor
 from shardlite.optim.counts import Amp, DeviceCounts, Group, HostCounts, RunSlice, StepCounts
 from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, ShardInfo, as_real, round_up
+from shardlite.params.host_states import HostStates
 from shardlite.params.layout import PADDED, is_padded
 from shardlite.params.parameters import begin_steps
 
@@ -103,8 +104,15 @@ class OptimizerLayout:
         if self.offloaded is not None:
             self.offloaded.begin_step()
 
+    def in_turn(self, slots: list[StateSlot]) -> list[tuple[AbstractContextManager[None], list[StateSlot]]]:
+        """Return the slots to step one after the other, each time with the stream to step them on."""
+        later = [] if self.offloaded is None else [slot for slot in slots if slot.later]
+        if not later:
+            return [(nullcontext(), slots)]
+        return [(nullcontext(), [slot for slot in slots if not slot.later]), (self._beside(later), later)]
+
     @contextmanager
-    def beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
+    def _beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
         """Step `slots`, all of which are `later`, inside the block on a stream that the next forward runs beside."""
         assert self.offloaded is not None, "only steps of offloaded states may end later"
         used = [each for slot in slots for each in (slot.param, slot.param.grad, slot.arena.rows) if each is not None]
@@ -144,24 +152,26 @@ class OptimizerLayout:
             ends = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
             self._runs[later] = known = arrangement, ends
         for run in known[1]:
-            try:
-                for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
-                    for start, chunk in self.on_device(run.first.arena, elements):
-                        yield run.first.counts, chunk, grad[start : start + chunk.state.param.numel()]
-            finally:  # also after an interrupt, which may have changed weights
-                if later and run.first.arena.states is not None:
-                    run.first.arena.states.record_step()
+            pieces, states = _pieces(run, members[run.start][1], members[run.end][1], unscale), run.first.arena.states
+            if states is None:
+                for elements, grad in pieces:
+                    yield run.first.counts, elements, grad
+            else:
+                yield from self._offloaded_pieces(run.first.counts, states, pieces, later=later)
         # The kernels wrote through views, which have separate version counters.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
 
-    def on_device(self, arena: Arena, elements: RunSlice) -> Iterable[tuple[int, RunSlice]]:
-        """Return elements of `arena` in chunks whose states are on the device, each with its first index.
-
-        The caller must step a chunk before it requests the next one.
-        """
-        if arena.states is None or self.offloaded is None:
-            return ((0, elements),)
-        return self.offloaded.chunks(arena.states, elements)
+    def _offloaded_pieces(
+        self, counts: StepCounts, states: HostStates, pieces: Iterable[tuple[RunSlice, Tensor]], *, later: bool
+    ) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
+        assert self.offloaded is not None, "an arena is in host memory"
+        try:
+            for elements, grad in pieces:
+                for start, chunk in self.offloaded.chunks(states, elements):
+                    yield counts, chunk, grad[start : start + chunk.state.param.numel()]
+        finally:  # also after an interrupt, which may have changed weights
+            if later:
+                states.record_step()
 
 
 class StateSlot:
