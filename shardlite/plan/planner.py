@@ -45,6 +45,15 @@ class Setting:
     checkpoint: bool = False
     """Whether the backward recomputes each repeated block."""
 
+    rows: int | None = None
+    """Rows of a micro-batch. `None`: those of the source's batch."""
+
+    accumulate: int = 1
+    """Number of micro-batches in a step."""
+
+    sharded: bool = False
+    """Whether each micro-batch reduces its gradients (`no_sync(sharded=True)`), instead of only the last one."""
+
     on_gpu: bool = True
     hierarchical: bool = False
     """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total of the sent
@@ -82,7 +91,7 @@ class RankPlan:
     @cached_property
     def prompt(self) -> StepTimeline:
         """The step if each reduction ends before the next gradient. Its bytes are lower bounds."""
-        return timeline_of(self.budget, self.events, prompt=True)
+        return _timeline(self.setting, self.budget, self.events, prompt=True)
 
     @property
     def at_least(self) -> int:
@@ -139,12 +148,12 @@ class Planner:
         self.trainable = sum(self.trained_numels)
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
         self.events = cache(self._trace)
-        """`events(compute, checkpoint, keep)` returns the events of one step."""
+        """`events(compute, checkpoint, keep, rows)` returns the events of the forward and backward of `rows`."""
 
     @property
     def unit_names(self) -> list[str]:
         """Names of the units."""
-        return [unit.name for unit in self._budget(Setting()).units]
+        return [unit.name for unit in self.budget(Setting()).units]
 
     def plan(self, setting: Setting) -> RankPlan:
         """Plan rank 0. No other rank holds more.
@@ -152,10 +161,17 @@ class Planner:
         Raises:
             SourceError: the model cannot be traced.
         """
+        budget, events = self.budget(setting), self.events_of(setting)
+        return RankPlan(setting, budget, _timeline(setting, budget, events), events)
+
+    def events_of(self, setting: Setting) -> Sequence[Event]:
+        """Return the events of the forward and backward of one micro-batch.
+
+        Raises:
+            SourceError: the model cannot be traced.
+        """
         precision = setting.precision
-        events = self.events(precision.compute, setting.checkpoint, precision.keep)  # type: ignore[arg-type]
-        budget = self._budget(setting)
-        return RankPlan(setting, budget, timeline_of(budget, events), events)
+        return self.events(precision.compute, setting.checkpoint, precision.keep, setting.rows)  # type: ignore[arg-type]
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
         """Return the smallest number of ranks (at most 4096) with which a rank holds at most `nbytes`, or `None`."""
@@ -171,11 +187,15 @@ class Planner:
         """Return the units of a setting, and the layouts of their flats."""
         return plan_units(self._module, setting.recipe.options, setting.world_size, _META)
 
-    def _budget(self, setting: Setting) -> Budget:
+    def budget(self, setting: Setting) -> Budget:
+        """Return the bytes of a rank that do not depend on the batch. No step is traced."""
         return budget_of(self.units(setting), setting.recipe, buffers=self._buffers)
 
-    def _trace(self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None) -> Sequence[Event]:
-        how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
+    def _trace(
+        self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None, rows: int | None = None
+    ) -> Sequence[Event]:
+        size = "" if rows is None else f" of {rows} row{'s' * (rows > 1)}"
+        how = f"{size}{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
         module = self._make()
         dtypes = plan_units(module, Options(precision=Precision(compute=compute, keep=keep)), 2, _META).dtypes
@@ -188,7 +208,7 @@ class Planner:
         if recomputes:
             _checkpoint(plan.units)
         with self._faking(), torch.enable_grad():
-            return trace(module, units, plan.units, self.source.loss(module, dtypes.model))
+            return trace(module, units, plan.units, self.source.loss(module, dtypes.model, rows))
 
     def _make(self) -> nn.Module:
         with self._faking():
@@ -213,6 +233,10 @@ class Planner:
                 f"{self.source.name} cannot be traced with fake tensors, which have shapes and no values: "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _timeline(setting: Setting, budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
+    return timeline_of(budget, events, prompt=prompt, accumulate=setting.accumulate, sharded=setting.sharded)
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
