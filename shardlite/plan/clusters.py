@@ -191,8 +191,10 @@ CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"]
 CLUSTERS = {name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}
 
 
-def memory_of(card: str) -> int:
+def memory_of(card: str, name: str = "--card") -> int:
     """Return the bytes of memory of a card (`H100`), or the bytes of an amount (`80GB`, `24GiB`).
+
+    `name` is that of the option, for errors.
 
     Raises:
         ValueError: `card` is neither a known name nor an amount above 0.
@@ -201,5 +203,5 @@ def memory_of(card: str) -> int:
         return CARDS[card].nbytes
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", card)
     if found is None or float(found[1]) == 0:
-        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+        raise ValueError(f"{name} {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
     return round(float(found[1]) * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " "))

@@ -147,6 +147,7 @@ class Planner:
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
+        self._budget = cache(self._budget_of)
         self.events = cache(self._trace)
         """`events(compute, checkpoint, keep, rows)` returns the events of the forward and backward of `rows`."""
 
@@ -189,6 +190,15 @@ class Planner:
 
     def budget(self, setting: Setting) -> Budget:
         """Return the bytes of a rank that do not depend on the batch. No step is traced."""
+        alike = {"rows": None, "accumulate": 1, "sharded": False, "checkpoint": False, "hierarchical": False}
+        return self._budget(replace(setting, **alike))  # type: ignore[arg-type]
+
+    @property
+    def recomputed_classes(self) -> list[str]:
+        """Names of the classes of the units that a run with checkpointing recomputes."""
+        return list(dict.fromkeys(type(plan.module).__name__ for plan in _repeated(self.units(Setting()).units)))
+
+    def _budget_of(self, setting: Setting) -> Budget:
         return budget_of(self.units(setting), setting.recipe, buffers=self._buffers)
 
     def _trace(
@@ -240,11 +250,15 @@ def _timeline(setting: Setting, budget: Budget, events: Sequence[Event], *, prom
 
 
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
-    """Make the backward recompute each unit whose class occurs more than once."""
+    """Make the backward recompute the repeated units."""
+    for plan in _repeated(plans):
+        plan.module.__class__ = _recomputed(type(plan.module))  # type: ignore[arg-type]
+
+
+def _repeated(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Return the units whose class occurs more than once."""
     classes = [type(plan.module) for plan in plans]
-    for plan in plans:
-        if classes.count(kind := type(plan.module)) > 1:
-            plan.module.__class__ = _recomputed(kind)  # type: ignore[arg-type]
+    return [plan for plan in plans if classes.count(type(plan.module)) > 1]
 
 
 @cache

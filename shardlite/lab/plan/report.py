@@ -6,7 +6,7 @@ from typing import Any
 
 from shardlite.lab.table import aligned
 from shardlite.optimizers import Owned, assign, describe, is_hidden_matrix, ranges_of
-from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Planner, RankPlan, Scaling, Setting, simulate
+from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Fit, Planner, RankPlan, Scaling, Setting, simulate
 
 COLUMNS = {
     "weights": ("parameters",),
@@ -96,6 +96,19 @@ def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, 
             }
             for group in groups
         ],
+    }
+
+
+def fit_json(fit: Fit) -> dict[str, Any]:
+    """Return a run that fits as plain data, in bytes and seconds."""
+    return {
+        "setting": words(fit.plan.setting),
+        "micro_batch": fit.micro_batch,
+        "accumulate": fit.accumulate,
+        "changes_numbers": fit.rules,
+        "limit_bytes": fit.memory_limit.nbytes,
+        **_plan_json(fit.plan, fit.cluster),
+        "lines": fit.lines,
     }
 
 

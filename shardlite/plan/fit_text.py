@@ -1,0 +1,114 @@
+"""Describe runs that fit: bytes, time, and the lines of Python to write."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardlite.config import MemoryLimit, Precision
+from shardlite.plan.planner import Planner, RankPlan, Setting
+
+if TYPE_CHECKING:
+    from shardlite.plan.fitting import Fit
+
+_DEFAULTS = {
+    "precision": Precision(),
+    "reshard_after_forward": True,
+    "prefetch": 1,
+    "state": "fp32",
+    "in_backward": False,
+}
+
+
+def size(nbytes: float) -> str:
+    """Return bytes in words."""
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.{max(0, 2 - len(str(int(nbytes / unit))) + 1)}f} {name}"
+    return f"{nbytes} bytes"
+
+
+def heading(planner: Planner, start: Setting, nbytes: int, count: int) -> str:
+    """Return the line above the runs of a search."""
+    rows = (start.rows or 0) * start.accumulate
+    ranks = f"{start.world_size} rank{'s' * (start.world_size > 1)}"
+    runs = "the only run that fits" if count == 1 else f"the {count} cheapest runs that fit"
+    return (
+        f"{planner.source.name} on {ranks}, {planner.source.words}, {rows} row{'s' * (rows > 1)} per rank and step, {size(nbytes)} per "
+        f"rank: {runs}"
+    )
+
+
+def describe(fit: "Fit") -> Iterator[str]:
+    """Yield the paragraphs of a fit and its alternatives."""
+    yield fit.heading
+    for number, each in enumerate((fit, *fit.alternatives), 1):
+        yield "\n".join([f"{number}. {_figures(each)}", *(f"   {line}" for line in each.lines)])
+
+
+def _figures(fit: "Fit") -> str:
+    plan = fit.plan
+    sent = plan.sent_by_gathers + plan.sent_by_reductions
+    parts = [f"{size(plan.peak)} at the peak", f"{size(sent)} sent per step" if sent else "nothing sent"]
+    if fit.cluster is not None:
+        seconds = fit.step.total
+        time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+        parts.append(f"{time} per step on {fit.cluster.name} (predicted, not measured)")
+    words = ", ".join(parts)
+    return words if not fit.rules else f"{words}\n   changes numbers: {'; '.join(fit.rules)}"
+
+
+def lines(
+    setting: Setting, shardlite: Mapping[str, Any], adamw: Mapping[str, Any], classes: Sequence[str]
+) -> Iterator[str]:
+    """Yield the lines of Python of a run.
+
+    Args:
+        setting: the run.
+        shardlite: keyword arguments of `ShardLite`.
+        adamw: keyword arguments of `AdamW`.
+        classes: names of the classes of the blocks that are recomputed.
+    """
+    if setting.checkpoint:
+        names = repr(tuple(classes)) if len(classes) > 1 else f"({classes[0]!r},)" if classes else "()"
+        yield f"apply_activation_checkpointing(model, check_fn=lambda each: type(each).__name__ in {names})"
+    yield f"model = {_call('ShardLite', 'model', shardlite)}"
+    yield f"optimizer = {_call('AdamW', 'model.parameters()', adamw)}"
+    count, rows = setting.accumulate, setting.rows
+    if count > 1:
+        context = f"model.no_sync({'sharded=True' * setting.sharded})"
+        yield f"for part in range({count}):  # micro-batches of {rows} row{'s' * (rows != 1)}"
+        yield f"    with {context} if part < {count - 1} else nullcontext():"
+        yield f"        (loss_of(part) / {count}).backward()"
+
+
+def _call(name: str, first: str, given: Mapping[str, Any]) -> str:
+    """Return a call with the arguments that differ from their defaults."""
+    words = [f"{key}={_value(value)}" for key, value in given.items() if _DEFAULTS.get(key, ...) != value]
+    return f"{name}({', '.join(filter(None, [first, *words]))})"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Precision | MemoryLimit):
+        default = Precision() if isinstance(value, Precision) else MemoryLimit(nbytes=value.nbytes)
+        differing = {key: each for key, each in vars(value).items() if key == "nbytes" or each != getattr(default, key)}
+        return _call(type(value).__name__, "", differing)
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_value, value))}{',' * (len(value) == 1)})"
+    return getattr(value, "__name__", None) or repr(value)
+
+
+def nothing_fits(planner: Planner, plan: RankPlan, nbytes: int, keep: frozenset[str]) -> str:
+    """Return the message of a search that found nothing. `plan` is the run that needs the least memory."""
+    setting = plan.setting
+    held = sorted(plan.by_purpose.items(), key=lambda item: -item[1])
+    purposes = ", ".join(f"{purpose} {size(each)}" for purpose, each in held)
+    shardlite = {"stage": setting.stage, "precision": setting.precision}
+    run = lines(
+        setting, shardlite, {"state": setting.state, "in_backward": setting.in_backward}, planner.recomputed_classes
+    )
+    remedy = f"allow more than keep={sorted(keep)}, use more ranks" if keep else "use more ranks"
+    return (
+        f"nothing fits in {size(nbytes)}: on {setting.world_size} rank{'s' * (setting.world_size > 1)}, the smallest "
+        f"run holds {size(plan.peak)} at its peak, most of it for {held[0][0]}: {purposes}. What to change: {remedy}, "
+        f"or smaller inputs. The smallest run, with {setting.rows} row{'s' * (setting.rows != 1)} in a micro-batch:\n"
+        + "\n".join(f"   {line}" for line in run)
+    )
