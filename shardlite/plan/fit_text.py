@@ -29,12 +29,14 @@ def size(nbytes: float) -> str:
 def heading(planner: Planner, start: Setting, nbytes: int, count: int) -> str:
     """Return the line above the runs of a search."""
     rows = (start.rows or 0) * start.accumulate
-    ranks = f"{start.world_size} rank{'s' * (start.world_size > 1)}"
+    ranks, batch = _count(start.world_size, "rank"), _count(rows, "row")
     runs = "the only run that fits" if count == 1 else f"the {count} cheapest runs that fit"
-    return (
-        f"{planner.source.name} on {ranks}, {planner.source.words}, {rows} row{'s' * (rows > 1)} per rank and step, {size(nbytes)} per "
-        f"rank: {runs}"
-    )
+    source = planner.source
+    return f"{source.name} on {ranks}, {source.words}, {batch} per rank and step, {size(nbytes)} per rank: {runs}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def describe(fit: "Fit") -> Iterator[str]:
@@ -72,10 +74,10 @@ def lines(
         yield f"apply_activation_checkpointing(model, check_fn=lambda each: type(each).__name__ in {names})"
     yield f"model = {_call('ShardLite', 'model', shardlite)}"
     yield f"optimizer = {_call('AdamW', 'model.parameters()', adamw)}"
-    count, rows = setting.accumulate, setting.rows
+    count, rows = setting.accumulate, setting.rows or 0
     if count > 1:
         context = f"model.no_sync({'sharded=True' * setting.sharded})"
-        yield f"for part in range({count}):  # micro-batches of {rows} row{'s' * (rows != 1)}"
+        yield f"for part in range({count}):  # micro-batches of {_count(rows, 'row')}"
         yield f"    with {context} if part < {count - 1} else nullcontext():"
         yield f"        (loss_of(part) / {count}).backward()"
 
@@ -107,8 +109,8 @@ def nothing_fits(planner: Planner, plan: RankPlan, nbytes: int, keep: frozenset[
     )
     remedy = f"allow more than keep={sorted(keep)}, use more ranks" if keep else "use more ranks"
     return (
-        f"nothing fits in {size(nbytes)}: on {setting.world_size} rank{'s' * (setting.world_size > 1)}, the smallest "
+        f"nothing fits in {size(nbytes)}: on {_count(setting.world_size, 'rank')}, the smallest "
         f"run holds {size(plan.peak)} at its peak, most of it for {held[0][0]}: {purposes}. What to change: {remedy}, "
-        f"or smaller inputs. The smallest run, with {setting.rows} row{'s' * (setting.rows != 1)} in a micro-batch:\n"
+        f"or smaller inputs. The smallest run, with {_count(setting.rows or 0, 'row')} in a micro-batch:\n"
         + "\n".join(f"   {line}" for line in run)
     )

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardlite.config import STATES, MemoryLimit, Precision, launched_ranks
 from shardlite.errors import LayoutError
@@ -271,12 +271,14 @@ def _nbytes(memory: str | int) -> int:
 def _source_of(make: Callable[[], nn.Module], example: Any) -> Source:
     """Return a model and the shapes of its batch."""
     given = example if isinstance(example, Mapping | tuple | list) else (example,)
+    leaves, spec = tree_flatten(given)
+    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def batch() -> Any:
-        return tree_map(lambda leaf: torch.zeros_like(leaf, device="cpu") if isinstance(leaf, Tensor) else leaf, shapes)
+        made = (torch.zeros(each[0], dtype=each[1]) if isinstance(each, tuple) else each for each in shapes)
+        return tree_unflatten(list(made), spec)
 
-    shapes = tree_map(lambda leaf: leaf.detach().to("meta") if isinstance(leaf, Tensor) else leaf, given)
-    sizes = " and ".join(f"{list(leaf.shape)}" for leaf in tree_leaves(shapes) if isinstance(leaf, Tensor))
+    sizes = " and ".join(f"{list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
     return Source(getattr(make, "__name__", type(make).__name__), make, batch, f"batch of {sizes}")
 
 
