@@ -5,12 +5,12 @@ In: a model, its batch, and a number of bytes (`fit`); or a `Planner`, the run t
 what the search may change, and `RULES` the table of the changes that a program can notice in its numbers.
 
 A run is cheaper than another if it uses weaker rules; then if its predicted step takes less time; then if it needs less
-memory. So runs that compute the same numbers as the run to start from always come first. For each choice of the other
-dimensions, only the cheapest micro-batch is a candidate.
+memory. So runs that compute the same numbers as the run to start from always come first. The time of a launch is not
+predicted, so of runs that differ in the micro-batch only, the one with the largest that fits is a candidate. If it is
+accumulated, gradients are reduced either once per step or in each micro-batch, whichever is cheaper.
 
 The search skips runs without planning them if their permanent memory alone is too large, or if this memory and the
-activations are. It assumes that, in otherwise equal runs, a smaller micro-batch takes neither less time nor more
-memory.
+activations are. It assumes that a smaller micro-batch does not need more memory if both are accumulated.
 
 Legend: `W` ranks.
 """
@@ -361,11 +361,16 @@ class _Search:
     # ---- what fits ----
 
     def _with_batch(self, setting: Setting) -> RankPlan | None:
-        """Return the setting with the cheapest micro-batch with which it fits."""
+        """Return the setting with the largest micro-batch with which it fits, accumulated in the cheaper way."""
         if sum(self._planner.budget(setting).held.values()) > self._nbytes:
             return None
-        plans = [plan for each in self._batches(setting) if (plan := self._largest(*each)) is not None]
-        return min(plans, key=self._cost, default=None)
+        found = []
+        for way, sizes in self._batches(setting):
+            if (plan := self._largest(way, sizes)) is not None:
+                if plan.setting.accumulate == 1:
+                    return plan
+                found.append(plan)
+        return min(found, key=self._cost, default=None)
 
     def _batches(self, setting: Setting) -> Iterator[tuple[Setting, Sequence[int]]]:
         """Yield ways to run a batch, each with the rows of its micro-batches, in ascending order.

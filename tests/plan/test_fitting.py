@@ -48,9 +48,9 @@ def strength(setting: Setting) -> int:
 
 
 def everything(planner: Planner, start: Setting, nbytes: int) -> list[tuple]:
-    """Plan every combination, and return the three cheapest that fit, each with its cheapest micro-batch."""
+    """Plan every combination, and return the three cheapest that fit, each with its largest micro-batch."""
     cluster = CLUSTERS["pcie-a100" if start.on_gpu else "cpu"]
-    found: dict[tuple, tuple] = {}
+    found: dict = {}
     for some in product(*(list(choose(start)) for choose in DIMENSIONS.values())):
         for accumulate, sharded in ((1, False), (2, False), (2, True), (4, False), (4, True)):
             changes = {key: value for each in some for key, value in each.items()}
@@ -63,7 +63,11 @@ def everything(planner: Planner, start: Setting, nbytes: int) -> list[tuple]:
             if max(plan.peak, chain) <= nbytes:
                 cost = (strength(setting), simulate(plan, cluster).total, plan.peak)
                 key = tuple(map(repr, some))
-                found[key] = min(found.get(key, (cost, setting)), (cost, setting), key=lambda each: each[0])
+                found.setdefault(key, []).append((cost, setting))
+    for key, plans in found.items():
+        largest = {way: max(s.rows for _, s in plans if s.sharded == way) for way in {s.sharded for _, s in plans}}
+        plans = [each for each in plans if each[1].rows == largest[each[1].sharded]]
+        found[key] = min(plans, key=lambda each: (each[1].rows < ROWS, each[0]))
     return sorted(found.values(), key=lambda each: each[0])[:3]
 
 

@@ -142,6 +142,9 @@ class Settings:
     activation_checkpointing: bool = False
     """Whether blocks are recomputed in the backward."""
 
+    fit: str | None = None
+    """Memory of a rank, such as "8GB". `shardlite.fit` then chooses stage, formats, checkpointing and micro-batch."""
+
     seed: int = 0
     """Seed of the initial weights and of the batches."""
 
@@ -199,6 +202,7 @@ class Settings:
             "master": ["adamw", *whole],
             "in_backward": ["adamw"],
             "adamw_lr": whole,
+            "fit": ["adamw"],
         }
         for name, optimizers in supported.items():
             value = getattr(self, name)
