@@ -76,8 +76,14 @@ class OffloadedSteps:
         self.copied = 0
         """Bytes of states that were copied to the GPU so far. As many were copied back."""
 
+        self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         for each in islice(self._buffers, BUFFERS):
             each.free.record(self._down)
+
+    def begin_step(self) -> None:
+        """Prepare a step: states are copied to the GPU after those of earlier steps have been copied back."""
+        self._landed.record(self._down)
+        self._landed.wait(self._up)
 
     def chunks(self, states: HostStates, elements: RunSlice) -> Iterator[tuple[int, RunSlice]]:
         """Yield chunks of `elements` on the GPU, each with its first index. The current stream may step them.
@@ -100,7 +106,6 @@ class OffloadedSteps:
         state = _placed(part, buffer.memory, size)
         with torch.cuda.stream(self._up):
             buffer.free.wait()
-            states.wait_for_copies()
             for there, here in zip(stored(state), stored(part), strict=True):
                 there.copy_(here, non_blocking=True)
                 self.copied += here.nbytes
@@ -119,10 +124,13 @@ class OffloadedSteps:
                 states.record_copies()
 
     @contextmanager
-    def beside(self, grads: Iterable[Tensor]) -> Iterator[None]:
-        """Step with `grads` inside the block on a stream of its own, which later operations do not wait for."""
+    def beside(self, used: Iterable[Tensor]) -> Iterator[None]:
+        """Step inside the block on a stream of its own, which later operations do not wait for.
+
+        The program may drop the tensors `used`, of the device, before the step has ended.
+        """
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        for grad in {grad.untyped_storage()._cdata: grad for grad in grads}.values():
-            grad.record_stream(self._beside)  # the program may drop the gradients before they were used
+        for each in {each.untyped_storage()._cdata: each for each in used}.values():
+            each.record_stream(self._beside)
         with torch.cuda.stream(self._beside):
             yield
