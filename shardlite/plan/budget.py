@@ -31,7 +31,10 @@ _NARROW_SLOTS = torch.iinfo(torch.int16).max
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
-HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step")
+_CHUNK_NBYTES, _CHUNK_BUFFERS = 32 << 20, 4
+"""Maximum bytes of a buffer through which a GPU copies offloaded states, and the number of these buffers."""
+
+HELD = ("parameters", "optimizer state", "offload buffers", "buffers", "staging", "chunks of a step")
 """The purposes of the memory that a rank holds from step to step."""
 
 
@@ -72,6 +75,11 @@ class FlatBudget:
     sent: int
     """Bytes that this rank sends in one reduction."""
 
+    @property
+    def gradient(self) -> int:
+        """Bytes of the reduced gradient, if the step is not in the backward."""
+        return self.mean or self.bucket
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBudget:
@@ -99,6 +107,14 @@ class UnitBudget:
     step: int
     """Bytes that the optimizer reads and writes to step this rank's shards."""
 
+    offloaded: int
+    """Bytes of optimizer states that a step copies from host memory to the GPU, and back."""
+
+    @property
+    def steps_in_forward(self) -> bool:
+        """Whether the optimizer may step this unit during the next forward, as long as it is not gathered."""
+        return self.gathers and self.offloaded > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -118,15 +134,26 @@ class Budget:
     temporaries: int
     """Bytes that are allocated and freed in the optimizer's step."""
 
+    host_nbytes: int
+    """Bytes of pinned host memory for offloaded states."""
+
+    @property
+    def waiting_gradients(self) -> int:
+        """Bytes of gradients that may be held until the end of the next forward, which steps their units."""
+        waiting = () if self.recipe.in_backward else (unit for unit in self.units if unit.steps_in_forward)
+        return sum(flat.gradient for unit in waiting for flat in unit.flats)
+
 
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
     """Return the budget of `rank`. `buffers` is the number of bytes of the module's buffers. Nothing is allocated."""
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(plan._replace(device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
+    offloaded = [flat for flat in flats if flat.states and flat.layout.trainable]
     held = {
         "parameters": _storage_nbytes(flats),
         "optimizer state": sum(_state_nbytes(flats, recipe)),
+        "offload buffers": _CHUNK_BUFFERS * _chunk_of_offload(offloaded, recipe),
         "buffers": buffers,
         "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.trainable_slots), default=0),
         "chunks of a step": 0 if recipe.on_gpu else _chunk_nbytes(flats, recipe),
@@ -138,6 +165,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         permanent=placement.permanent,
         single_rank=placement.single_rank,
         temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
+        host_nbytes=sum(_pinned_nbytes(flat, recipe) for flat in offloaded),
     )
 
 
@@ -153,6 +181,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
         flats=[_flat_budget(flat, recipe) for flat in unit.trainable],
         params=sum(len(flat.trainable_slots) for flat in unit.trainable),
         step=sum(_step_nbytes(flat, recipe) for flat in unit.trainable),
+        offloaded=sum(_offloaded_nbytes(flat, recipe, _own_numel(flat)) for flat in unit.trainable if flat.states),
     )
 
 
@@ -194,9 +223,10 @@ def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
 
 
 def _storage_nbytes(flats: Iterable[Flat]) -> int:
-    """Return the bytes of the flats' memory. Each storage counts once."""
-    tensors = [each for flat in flats for each in (flat.local, flat.low, flat.full) if each is not None]
-    return sum({storage_key(each): each.untyped_storage().nbytes() for each in tensors}.values())
+    """Return the bytes of the flats' memory on the model's device. Each storage counts once."""
+    tensors = [(flat.local, flat.full, flat.low if flat.states is None else None) for flat in flats]
+    kept = (each for each in chain.from_iterable(tensors) if each is not None)
+    return sum({storage_key(each): each.untyped_storage().nbytes() for each in kept}.values())
 
 
 def _own_numel(flat: Flat) -> int:
@@ -207,13 +237,16 @@ def _own_numel(flat: Flat) -> int:
 
 
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
-    """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts."""
+    """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts.
+
+    Moments in host memory are left out.
+    """
     trained = [flat for flat in flats if flat.layout.trainable]
     slots = sum(len(flat.layout.slots) for flat in trained)
     wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
     for flat in trained:
         numel = _own_numel(flat)
-        yield moment_nbytes(numel, flat.master, recipe.state)
+        yield moment_nbytes(numel, flat.master, recipe.state) if flat.states is None else 0
         if recipe.on_gpu or recipe.state != "fp32":
             yield numel // SCALE_BLOCK * wide
     yield slots * _COUNT_NBYTES
@@ -224,6 +257,23 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + moment_nbytes(numel, flat.master, recipe.state)) + numel * flat.master.to_real().itemsize
+
+
+def _offloaded_nbytes(flat: Flat, recipe: Recipe, numel: int) -> int:
+    """Return the bytes of the states of `numel` elements: both moments, and the low bits of split weights."""
+    return moment_nbytes(numel, flat.master, recipe.state) + (flat.low is not None) * numel
+
+
+def _pinned_nbytes(flat: Flat, recipe: Recipe) -> int:
+    """Return the bytes of host memory for a flat's states. Low bits are laid out like the weights, with all gaps."""
+    return moment_nbytes(_own_numel(flat), flat.master, recipe.state) + (0 if flat.low is None else flat.low.nbytes)
+
+
+def _chunk_of_offload(offloaded: Sequence[Flat], recipe: Recipe) -> int:
+    """Return the bytes of one buffer for a chunk of the states of offloaded flats."""
+    longest = max(map(_own_numel, offloaded), default=0)
+    group = max((_offloaded_nbytes(flat, recipe, SCALE_BLOCK) for flat in offloaded), default=1)
+    return min(longest // SCALE_BLOCK, _CHUNK_NBYTES // group) * group
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

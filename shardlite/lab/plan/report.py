@@ -10,7 +10,7 @@ from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Planner, RankPlan, 
 
 COLUMNS = {
     "weights": ("parameters",),
-    "optimizer": ("optimizer state",),
+    "optimizer": ("optimizer state", "offload buffers"),
     "gradients": ("gradients",),
     "buckets": ("gradient buckets",),
     "gathered": ("gather buffers",),

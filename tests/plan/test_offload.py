@@ -1,0 +1,112 @@
+"""Offloaded states in a plan: bytes on the GPU and on the host, traffic, and the time of their copies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardlite.config import Offload, Precision
+from shardlite.plan import Planner, RankPlan, Setting, Source
+
+WIDTH, BLOCKS = 64, 4
+BLOCK = WIDTH * WIDTH
+"""Parameters of a block. Each rank of two has whole groups of 32 elements, so nothing is padded."""
+
+SPLIT = Precision(compute=torch.bfloat16, master="split24")
+COMPACT = {"precision": SPLIT, "state": "int8"}
+MIXED = {"precision": Precision(compute=torch.bfloat16)}
+ALL = Offload()
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)])
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner(Source("net", net, lambda: (torch.zeros(8, WIDTH),), "8 rows"))
+
+
+def both(planner: Planner, setting: Setting) -> tuple[RankPlan, RankPlan]:
+    """Plan a setting with all states on the GPU, and as it is."""
+    return planner.plan(replace(setting, offload=None)), planner.plan(setting)
+
+
+@pytest.mark.parametrize(
+    ("how", "per_group"),
+    [
+        ({}, 2 * 4 * 32),
+        (MIXED, 2 * 4 * 32),
+        (MIXED | {"state": "bf16"}, 2 * 2 * 32),
+        ({"precision": SPLIT}, (2 * 4 + 1) * 32),
+        (COMPACT, (2 + 1) * 32 + 2),
+    ],
+)
+@pytest.mark.parametrize(("stage", "own"), [(0, BLOCK), (2, BLOCK // 2), (3, BLOCK // 2)])
+def test_moments_and_low_bits_move_to_the_host(planner, how, per_group, stage, own):
+    without, plan = both(planner, Setting(stage=stage, world_size=2, offload=ALL, **how))
+    nbytes = BLOCKS * own // 32 * per_group
+    assert plan.host_nbytes == plan.host_traffic == nbytes
+    assert without.host_nbytes == without.host_traffic == without.budget.held["offload buffers"] == 0
+    assert plan.budget.held["offload buffers"] == 4 * own // 32 * per_group  # a unit is shorter than 32 MiB
+    split = BLOCKS * own * (how.get("precision") is not None and how["precision"].master == "split24")
+    saved = {purpose: without.budget.held[purpose] - plan.budget.held[purpose] for purpose in plan.budget.held}
+    assert saved["parameters"] == split
+    assert saved["optimizer state"] == nbytes - split
+    assert plan.budget.held["optimizer state"] == BLOCKS * (own // 32 * 2 + 4)  # rows of groups, and step counts
+
+
+def test_low_bits_take_their_gaps_along_and_are_not_copied_there():
+    """A vector of 3 elements fills a group of 32; the shard of rank 0 is longer."""
+    bias = Planner(Source("bias", lambda: nn.Linear(33, 3), lambda: (torch.zeros(1, 33),), "a row"))
+    plan = bias.plan(Setting(world_size=2, offload=ALL, **COMPACT))
+    stepped = plan.host_traffic
+    assert stepped % 98 == 0
+    assert plan.host_nbytes >= stepped
+
+
+def test_a_chunk_is_at_most_32_mib():
+    wide = Planner(Source("wide", lambda: nn.Linear(4096, 4096, bias=False), lambda: (torch.zeros(1, 4096),), "a row"))
+    plan = wide.plan(Setting(world_size=1, offload=ALL, **COMPACT))
+    assert plan.budget.held["offload buffers"] == 4 * ((32 << 20) // 98) * 98
+
+
+def test_units_that_fit_into_the_resident_bytes_stay(planner):
+    """The choice counts fp32 moments, as the program's does, which does not know the optimizer yet."""
+    setting = Setting(world_size=2, precision=SPLIT)
+    states = 9 * BLOCK // 2
+    for offload, stay in (
+        (Offload(share=0.5), 2),
+        (Offload(resident=states), 1),
+        (Offload(resident=4 * states), 4),
+        (Offload(share=0.01), 3),
+    ):
+        plan = planner.plan(replace(setting, offload=offload))
+        assert [unit.offloaded for unit in plan.budget.units] == [0] * stay + [states] * (BLOCKS - stay)
+        assert plan.host_nbytes == (BLOCKS - stay) * states
+
+
+def test_the_next_forward_may_hold_gradients_of_offloaded_units(planner):
+    """Reduced gradients of all four blocks are held in the forward, unless the step is in the backward."""
+    setting = Setting(world_size=2, offload=ALL, **COMPACT)
+    gradients = 4 * BLOCKS * BLOCK // 2
+    without, plan = both(planner, setting)
+    assert plan.budget.waiting_gradients == gradients
+    assert without.budget.waiting_gradients == 0
+    many = Planner(Source("net", net, lambda: (torch.zeros(4096, WIDTH),), "4096 rows"))  # the peak is in the forward
+    assert {many.plan(setting).timeline.peak["gradients"], many.plan(setting).prompt.peak["gradients"]} == {
+        gradients,
+        0,
+    }
+    assert many.plan(replace(setting, offload=None)).timeline.peak["gradients"] == 0
+    assert planner.plan(replace(setting, in_backward=True)).budget.waiting_gradients == 0
+    # Nothing is gathered at stage 0 with one dtype, or by one rank: these steps end before the forward.
+    for ends in (Setting(stage=0, world_size=2, offload=ALL), Setting(world_size=1, offload=ALL)):
+        assert planner.plan(ends).budget.waiting_gradients == 0
+
+
+def test_a_cpu_offloads_nothing(planner):
+    without, plan = both(planner, Setting(world_size=2, on_gpu=False, offload=ALL, **COMPACT))
+    assert plan.by_purpose == without.by_purpose
+    assert plan.host_nbytes == plan.host_traffic == 0
