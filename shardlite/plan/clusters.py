@@ -95,6 +95,8 @@ class Card:
     """Measured rate of a training step as a fraction of `narrow`. The same fraction of `wide` is assumed."""
 
     source: str
+    host: float = 0.0
+    """Bytes per second from pinned host memory to the card, and as many back at the same time. 0 for a CPU."""
 
     def flops(self, *, narrow: bool) -> float:
         """Return the expected operations per second of a training step."""

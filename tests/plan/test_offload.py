@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardlite.config import Offload, Precision
-from shardlite.plan import Planner, RankPlan, Setting, Source
+from shardlite.plan import CARDS, CLUSTERS, Planner, RankPlan, Setting, Source, simulate
 
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH
@@ -110,3 +110,37 @@ def test_a_cpu_offloads_nothing(planner):
     without, plan = both(planner, Setting(world_size=2, on_gpu=False, offload=ALL, **COMPACT))
     assert plan.by_purpose == without.by_purpose
     assert plan.host_nbytes == plan.host_traffic == 0
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize(("ranks", "how"), [(1, COMPACT), (2, COMPACT), (1, {}), (2, {})])
+def test_copies_hide_behind_computation_if_the_host_is_fast(planner, ranks, how, in_backward):
+    """With a slow host, a step takes about as long as its copies; 4 of 4 units are copied one after the other."""
+    setting = Setting(world_size=ranks, offload=ALL, in_backward=in_backward, **how)
+    without, plan = both(planner, setting)
+    cluster = CLUSTERS["dgx-a100"]
+    times = {}
+    for host in (1e18, 1e3):
+        times[host] = simulate(plan, replace(cluster, card=replace(cluster.card, host=host)))
+        assert times[host].host == pytest.approx(plan.host_traffic / host)
+    before = simulate(without, cluster)
+    assert before.host == 0
+    assert times[1e18].total == pytest.approx(before.total)
+    assert times[1e3].total == pytest.approx(times[1e3].host, rel=1e-3)
+    assert times[1e3].exposed == pytest.approx(times[1e3].host, rel=1e-3)
+
+
+def test_a_unit_is_gathered_after_its_copies(planner):
+    """While the first unit runs, the others are copied: half as fast a host delays the end by less than all copies."""
+    setting = Setting(world_size=2, offload=ALL, **COMPACT)
+    without, plan = both(planner, setting)
+    cluster = CLUSTERS["dgx-a100"]
+    alone = simulate(without, cluster)
+    unit = alone.compute / BLOCKS / 3  # a unit's forward takes as long as the copy of a unit
+    host = plan.budget.units[0].offloaded / unit
+    step = simulate(plan, replace(cluster, card=replace(cluster.card, host=host)))
+    assert alone.total < step.total < alone.total + step.host
+
+
+def test_every_card_has_a_host():
+    assert {name for name, card in CARDS.items() if card.host == 0} == {"CPU core"}
