@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from shardlite_kernels import joined, split
 from torch import Tensor
 
 from shardlite.errors import LayoutError, PhaseError, lacking
@@ -79,7 +78,7 @@ class EMA:
         self._swapped = False
         self._averages: dict[Flat, Tensor] = {}
         self._runs: Sequence[tuple[Tensor, Tensor]] = ()
-        self._split: Sequence[tuple[Tensor, Tensor, Tensor]] = ()
+        self._split: Sequence[tuple[Tensor, Flat]] = ()
         self._weights.announce_change()
         self._start(flat for flat in self._weights.flats if flat.trainable_now())
         self._weights.follow(self)
@@ -105,8 +104,8 @@ class EMA:
         decay = _checked(self._decay(self.updates), self.updates) if callable(self._decay) else self._decay
         for average, weights in self._runs:
             average.lerp_(weights, 1 - decay)
-        for chunk, high, low in self._split_chunks():
-            chunk.lerp_(joined(high, low), 1 - decay)
+        for chunk, flat, begin in self._split_chunks():
+            chunk.lerp_(flat.weights(begin, begin + len(chunk)), 1 - decay)
         self.updates += 1
 
     @contextmanager
@@ -246,7 +245,7 @@ class EMA:
                 self._averages[flat] = average
             pairs = [(average, flat.local) for flat, average in self._averages.items() if flat.low is None]
             self._runs = _merge_adjacent(pairs)
-            self._split = [(a, flat.local, flat.low) for flat, a in self._averages.items() if flat.low is not None]
+            self._split = [(average, flat) for flat, average in self._averages.items() if flat.low is not None]
 
     @torch.no_grad()
     def _exchange(self) -> None:
@@ -254,17 +253,18 @@ class EMA:
         for average, weights in self._runs:
             for ours, theirs in zip(torch.split(average, _CHUNK), torch.split(weights, _CHUNK), strict=True):
                 _swap(ours, theirs)
-        for chunk, high, low in self._split_chunks():
-            weights = joined(high, low)
-            split(high, low, chunk)
+        for chunk, flat, begin in self._split_chunks():
+            weights = flat.weights(begin, begin + len(chunk))
+            flat.write(chunk, begin)
             chunk.copy_(weights)
         self._swapped = not self._swapped
         self._weights.mark_changed()
 
-    def _split_chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the averages of split weights in chunks, each with the upper and lower part of the same weights."""
-        for average, high, low in self._split:
-            yield from zip(*(torch.split(each, _CHUNK) for each in (average, high, low)), strict=True)
+    def _split_chunks(self) -> Iterator[tuple[Tensor, Flat, int]]:
+        """Yield the averages of split weights in chunks, each with its flat and its first element there."""
+        for average, flat in self._split:
+            for begin in range(0, len(average), _CHUNK):
+                yield average[begin : begin + _CHUNK], flat, begin
 
     def _part(self) -> str:
         """Return a description of the part of the weights that this rank keeps."""

@@ -107,6 +107,11 @@ def capture(step: Function, warmup: int, bridge: OptimizerBridge, reducer: Reduc
         raise LayoutError(
             "capture(): with order='tree' the host seeds generators for each part: wrap without Route(order='tree')"
         )
+    if any(each.flat.states is not None for each in bridge.shards.entries):
+        raise LayoutError(
+            "capture(): a graph would repeat the copies of the captured step, but not their order with other steps: "
+            "wrap without offload"
+        )
     transports = [each for each in (context.transport, *context.inline, *context.reducing) if each is not None]
     if found := sorted({type(each).__name__ for each in transports if each.blocking or not each.replays}):
         raise LayoutError(f"capture(): a CUDA graph cannot repeat the messages of {', '.join(found)}: use NCCL")

@@ -73,7 +73,7 @@ class Shards:
         self._by_id = {id(each.shard): each for each in self.entries}  # hashing a tensor is slower: it runs in Python
         self._shards, self._params = ([*map(attrgetter(what), self.entries)] for what in ("shard", "param"))
         self._checked: list[Sequence[int]] = []  # what `check` has found correct
-        flats = [flat for unit in units for flat in unit.flats]
+        self.flats = flats = [flat for unit in units for flat in unit.flats]
         self.are_parts = any(flat.layout.world_size > 1 and flat.rank is not None for flat in flats)
         """Whether a shard may be less than a full parameter."""
 

@@ -24,8 +24,9 @@ from shardlite.grads import Clipper, Skips, StepOptions, Stepping
 from shardlite.grads.options import options_of
 from shardlite.grads.reduce import Step
 from shardlite.grads.scale import Scale
-from shardlite.optim import AdamW, InBackwardSteps, clip_next_step, steps_in_backward, tables_of
-from shardlite.params import Flat
+from shardlite.optim import AdamW, InBackwardSteps, clip_next_step, memory_of, steps_in_backward
+from shardlite.params import Flat, as_they_are
+from shardlite.params.flat import OffloadedFlat
 from shardlite.weights import Gathering
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------
@@ -37,11 +38,18 @@ class InBackwardOptimizer:
     def __init__(self, shards: Shards, gatherer: Gathering) -> None:
         self._shards = shards
         self._gatherer = gatherer
+        self._offloaded = [flat for flat in shards.flats if isinstance(flat, OffloadedFlat)]
         self.followers: WeakSet[Any] = WeakSet()
         """Objects that average weights. Their method `before_change()` is called before the trained weights change."""
 
+    def end_steps(self) -> None:
+        """Order the current stream after steps that still run beside it."""
+        for flat in self._offloaded:
+            flat.end_step()
+
     def announce_change(self) -> None:
         """Notify followers before the trained weights change. A follower raises if its averages are in the model."""
+        self.end_steps()
         for each in self.followers:
             each.before_change()
 
@@ -71,6 +79,7 @@ class InBackwardOptimizer:
             PhaseError: an optimizer has stepped in an earlier backward without a call of `step()` since, or a shard
                 already has a gradient.
         """
+        self.end_steps()
         now = steps_in_backward(self._shards.names, self._shards.first_unsharded)
         if now is None:
             return None
@@ -159,6 +168,7 @@ class OptimizerBridge:
         self.optimizers.add(optimizer)
         self.hooks.check_thread()
         self.hooks.reset()
+        self.in_backward.end_steps()
         graded = any(shard.grad is not None for shard in self.shards)
         self.backward.check_step(graded=graded, inside=self.in_backward.steps() is not None)
         if not getattr(optimizer, "in_backward", False):
@@ -189,14 +199,15 @@ class OptimizerBridge:
         Call this only in the thread that trains: while a thread drops a gradient, PyTorch gives other threads a pointer
         to freed memory if they read `.grad`.
         """
-        for shard in self.shards:
-            if shard.grad is not None:
-                self.context.ledger.track("gradients", shard.grad)  # of a single rank; others are tracked already
+        with as_they_are():
+            grads = [grad for shard in self.shards if (grad := shard.grad) is not None]
+        self.context.ledger.track("gradients", *grads)  # of a single rank; others are tracked already
         for optimizer in self.optimizers:
-            tables = tables_of(optimizer) if isinstance(optimizer, AdamW) else []
-            for leaf in tree_leaves([*optimizer.state.values(), *tables]):
-                if isinstance(leaf, Tensor):
-                    self.context.ledger.track("optimizer state", leaf)
+            memory = memory_of(optimizer) if isinstance(optimizer, AdamW) else {}
+            leaves = [leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)]
+            self.context.ledger.track("optimizer state", *leaves)
+            for purpose, tensors in memory.items():
+                self.context.ledger.track(purpose, *tensors)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
@@ -356,7 +367,8 @@ def after_step(optimizer: Optimizer, *_: Any) -> None:
     """Record which parameters a step has changed."""
     for param in params_of(optimizer) if isinstance(optimizer, SparseAdam) else ():
         param.grad = _dense.pop(param, param.grad)
-    stepped = [param for param in params_of(optimizer) if param.grad is not None]
+    with as_they_are():  # a step that runs beside the next forward need not end
+        stepped = [param for param in params_of(optimizer) if param.grad is not None]
     for model in models_of(optimizer):
         model.after_step(stepped)
 

@@ -105,7 +105,8 @@ class _Before:
         element becomes zero.
         """
         if self.flat.low is not None:
-            self.flat.low.masked_fill_(self.flat.local != self.copy, 0)
+            self.flat.settle()
+            self.flat.low.masked_fill_((self.flat.local != self.copy).to(self.flat.low.device), 0)
         torch.autograd.graph.increment_version(self.flat.local)
 
     def restore(self) -> None:

@@ -12,9 +12,9 @@ from shardlite.optim.adamw import (
     create_states,
     living,
     load_entries,
+    memory_of,
     release,
     steps_in_backward,
-    tables_of,
     unconverted,
 )
 from shardlite.optim.in_backward import InBackwardSteps, accumulating

@@ -8,6 +8,7 @@ is ready. `unsharded.py` steps parameters that are not shards. This file does no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -20,9 +21,10 @@ from torch.optim import Optimizer
 from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, canonical, check_state
+from shardlite.optim.layout import OptimizerLayout, StateSlot, canonical, check_state
 from shardlite.optim.unsharded import check_unsharded, state_of_unsharded, step_unsharded
-from shardlite.params import ShardInfo
+from shardlite.params import ShardInfo, as_they_are
+from shardlite.params.host_states import OFFLOADED
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
 """All `AdamW` objects of the process, by id. Ranks that are threads of the process share the table. A rank finds its
@@ -157,6 +159,8 @@ class AdamW(Optimizer):
             NonFiniteError: a step in a backward has written NaNs into the weights.
         """
         self._backward_steps.alarm.wait()
+        if self._layout is not None:
+            self._layout.settle()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved
@@ -228,13 +232,30 @@ class AdamW(Optimizer):
             active.setdefault(slot.counts, []).append(slot.row)
         for counts, rows in active.items():
             counts.begin_step(self.param_groups, rows, amp)
-        for counts, elements, grad in layout.steps(slots, unscale=amp.grad_scale is not None):
-            counts.update(elements, grad)
+        later = [] if layout.offloaded is None else [slot for slot in slots if slot.later]
+        self._update(layout, [slot for slot in slots if not slot.later] if later else slots, amp)
+        if later:
+            with layout.beside(later):
+                self._update(layout, later, amp)
         for counts in active:
             counts.end_step()
         for group, params in unsharded:
             step_unsharded(group, params, self.state, amp)
         return loss
+
+    def _update(self, layout: OptimizerLayout, slots: list[StateSlot], amp: Amp) -> None:
+        """Update the shards of `slots` and their states. The step counts stay."""
+        for counts, elements, grad in layout.steps(slots, unscale=amp.grad_scale is not None):
+            counts.update(elements, grad)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients.
+
+        Args:
+            set_to_none: whether to set gradients to `None` instead of zero.
+        """
+        with as_they_are() if set_to_none else nullcontext():  # dropping a gradient need not wait for its step
+            super().zero_grad(set_to_none)
 
     def _unsharded(self, group: Group, layout: OptimizerLayout) -> list[Tensor]:
         """Return the trainable parameters of a group that have a gradient and are not shards."""
@@ -316,9 +337,20 @@ def clip_next_step(optimizer: AdamW, norm: Tensor) -> None:
     optimizer._norm = norm
 
 
-def tables_of(optimizer: AdamW) -> list[Tensor]:
-    """Return tensors that are not in the state: for each group of 32 elements, the row of its count and scalars."""
-    return [] if optimizer._layout is None else [arena.rows for arena in optimizer._layout.arenas]
+def memory_of(optimizer: AdamW) -> dict[str, list[Tensor]]:
+    """Return memory by purpose, apart from states on the device.
+
+    For each group of 32 elements, a table has the row of its count and scalars.
+    """
+    layout = optimizer._layout
+    if layout is None:
+        return {}
+    memory = {"optimizer state": [arena.rows for arena in layout.arenas]}
+    if layout.offloaded is not None:
+        offloaded = [arena for arena in layout.arenas if arena.states is not None]
+        memory[OFFLOADED] = [each for arena in offloaded for each in (arena.avg, arena.sq, arena.exponents)]
+        memory["offload buffers"] = [layout.offloaded.memory]
+    return memory
 
 
 def release(optimizer: AdamW, params: Iterable[Tensor]) -> None:

@@ -15,7 +15,7 @@ from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from shardlite_kernels import Hyper, State, Table, send
+from shardlite_kernels import SCALE_BLOCK, Hyper, State, Table, send
 from shardlite_kernels.adamw import adamw, add_rows_adamw, reduce_adamw
 from shardlite_kernels.adamw_cpu import CpuStep, adamw_cpu, add_rows_adamw_cpu, reduce_adamw_cpu
 from shardlite_kernels.noise import keys
@@ -53,6 +53,11 @@ class RunSlice(NamedTuple):
 
     row: int
     """Row of the shard that has the first element."""
+
+    def part(self, start: int, stop: int) -> RunSlice:
+        """Return elements `[start, stop)`. `start` must be a multiple of 32."""
+        rows = self.rows[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)]
+        return RunSlice(self.state.part(start, stop), rows, self.arena_offset + start, self.row)
 
 
 class _Counts:

@@ -198,7 +198,7 @@ class InBackwardStep:
     def __init__(self, members: Sequence[tuple[StateSlot, int]], layout: OptimizerLayout) -> None:
         """Prepare the step of `members`: slots, each with the offset of its gradient in the buffer."""
         self._members = members
-        self._known = layout.stretches
+        self._layout = layout
         self._rows = [slot.row for slot, _ in members]
         self._counts = members[0][0].counts if members else None
         device = members[0][0].param.device if members else torch.device("cpu")
@@ -223,24 +223,28 @@ class InBackwardStep:
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
                 stretch = slot.arena.slice_of(slot, slot.start + low - begin, slot.start + high - begin)
-                here = slice(low - start, high - start)
-                if received is None:
-                    slot.counts.update(stretch, summand[here], self.bad)
-                elif isinstance(received, Rows):
-                    slot.counts.add_rows(stretch, received.part(here), divisor, self.bad)
-                else:
-                    slot.counts.reduce(stretch, received[here], summand[here], divisor, self.bad)
+                for first, chunk in self._layout.on_device(slot.arena, stretch):
+                    first += low - start
+                    here = slice(first, first + chunk.state.param.numel())
+                    if received is None:
+                        slot.counts.update(chunk, summand[here], self.bad)
+                    elif isinstance(received, Rows):
+                        slot.counts.add_rows(chunk, received.part(here), divisor, self.bad)
+                    else:
+                        slot.counts.reduce(chunk, received[here], summand[here], divisor, self.bad)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
         """Return the state, table and `bad` for one kernel call that steps with all gradients in a buffer [numel].
 
         Return `None` if the step needs several calls. Several calls are needed if parameters and their padding do not
-        fill the buffer, as on the last rank.
+        fill the buffer, as on the last rank, or if states are kept in host memory.
         """
         stretches = self._stretches()
         if len(stretches) != 1 or stretches[0][1:] != (0, numel):
             return None
         slot = stretches[0].first
+        if slot.arena.states is not None:
+            return None
         stretch = slot.arena.slice_of(slot, slot.start, slot.start + numel)
         table = slot.counts.table_of(stretch)
         return None if table is None else (stretch.state, table, self.bad)
@@ -251,13 +255,13 @@ class InBackwardStep:
             return []
         arrangement = self._members, self._counts.arrangement(self._rows)
         key = self._members[0][0]
-        known = self._known.get(key)
+        known = self._layout.stretches.get(key)
         if known is None or known[0] != arrangement:
             active = (member for member, number in zip(*arrangement, strict=True) if number >= 0)
             found = runs(active, lambda last, begin, slot, start: start - begin == slot.start - last.start)
             ends = [(*run[0], run[-1][0].stop) for run in found]
             known = arrangement, [Stretch(first, begin, begin + stop - first.start) for first, begin, stop in ends]
-            self._known[key] = known
+            self._layout.stretches[key] = known
         return known[1]
 
 

@@ -22,6 +22,7 @@ or at a cut between ranks. Cuts are at multiples of 32, so the elements of a gro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from operator import is_
@@ -33,8 +34,10 @@ from shardlite_kernels.moments import decode, encode
 from torch import Tensor
 
 from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
+from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, ShardInfo, as_real, round_up
 from shardlite.params.layout import PADDED, is_padded
+from shardlite.params.parameters import begin_steps
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
@@ -57,10 +60,11 @@ class OptimizerLayout:
         slots = [slot for slots in members for slot in slots]
         self.by_id = {id(slot.param): slot for slot in slots}  # the hash of a tensor is computed in Python
         self.arenas = [Arena(each, moments) for each in _grouped(slots, StateSlot.storage)]
+        arenas = [(arena.states.device, arena.nbytes) for arena in self.arenas if arena.states is not None]
+        self.offloaded = OffloadedSteps(arenas[0][0], max(nbytes for _, nbytes in arenas)) if arenas else None
         self.slots = [slot for arena in self.arenas for slot in arena.slots]
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
-        self._runs: list[_Run] = []  # the runs of the latest step
-        self._arrangement: object = None  # what the runs depend on
+        self._runs: dict[bool, tuple[object, list[_Run]]] = {}  # of the latest step, after what they depend on
         self.stretches: dict[StateSlot, tuple[object, list[Stretch]]] = {}
         """For steps inside a backward, by the first slot of a flat: the stretches, after what they depend on."""
         for arena in self.arenas:
@@ -75,6 +79,12 @@ class OptimizerLayout:
         ]
         return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
 
+    def settle(self) -> None:
+        """Let the host wait until states that are kept in host memory have arrived there."""
+        for arena in self.arenas:
+            if arena.states is not None:
+                arena.states.settle()
+
     @torch.no_grad()
     def adopt(self, slots: Iterable[StateSlot], states: dict[Tensor, Any]) -> None:
         """Copy the entries of `slots` in `states`, or zeros, into the arenas. Replace entries by views of the arenas.
@@ -85,6 +95,17 @@ class OptimizerLayout:
             given, views = states.get(slot.param), slot.state
             if not given or not all(map(is_, map(given.get, views), views.values())):
                 slot.adopt(given, states)
+
+    @contextmanager
+    def beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
+        """Step `slots`, all of which are `later`, inside the block on a stream that the next forward runs beside."""
+        assert self.offloaded is not None, "only steps of offloaded states may end later"
+        try:
+            with self.offloaded.beside(slot.param.grad for slot in slots if slot.param.grad is not None):
+                yield
+        finally:
+            for slot in slots:
+                begin_steps([slot.param], slot.arena.states.wait_for_step)  # type: ignore[union-attr]
 
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
         """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""
@@ -107,17 +128,30 @@ class OptimizerLayout:
             each.arrangement([slot.row for slot in slots if slot.counts is each])
             for each in dict.fromkeys([slot.counts for slot in slots])
         ]
-        arrangement = slots, _arrangement(real), together
-        if arrangement != self._arrangement:
+        arrangement, later = (slots, _arrangement(real), together), self.offloaded is not None and slots[0].later
+        known = self._runs.get(later)
+        if known is None or arrangement != known[0]:
             places = {id(slot): place for place, (slot, _) in enumerate(members)}
             found = runs(members, _in_one_buffer)
-            self._runs = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
-            self._arrangement = arrangement
-        for run in self._runs:
+            ends = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
+            self._runs[later] = known = arrangement, ends
+        for run in known[1]:
             for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
-                yield run.first.counts, elements, grad
+                for start, chunk in self.on_device(run.first.arena, elements):
+                    yield run.first.counts, chunk, grad[start : start + chunk.state.param.numel()]
+            if later and run.first.arena.states is not None:
+                run.first.arena.states.record_step()
         # The kernels wrote through views, which have separate version counters.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
+
+    def on_device(self, arena: Arena, elements: RunSlice) -> Iterable[tuple[int, RunSlice]]:
+        """Return elements of `arena` in chunks whose states are on the device, each with its first index.
+
+        The caller must step a chunk before it requests the next one.
+        """
+        if arena.states is None or self.offloaded is None:
+            return ((0, elements),)
+        return self.offloaded.chunks(arena.states, elements)
 
 
 class StateSlot:
@@ -134,6 +168,9 @@ class StateSlot:
         self.group = group
         self.number = number  # index among all parameters of the optimizer
         self.part = ShardInfo.of(param)
+        self.later = self.part.states is not None and self.part.states.waits
+        """Whether readers of the shard wait for its step, so that the step may end later."""
+
         real = self.real
         self.start = int(real.storage_offset())
         self.low_start = 0 if self.part.low is None else int(self.part.low.storage_offset())
@@ -145,14 +182,19 @@ class StateSlot:
         """The shard as real numbers, outside of autograd."""
         return as_real(self.param.detach())
 
-    def storage(self) -> tuple[int, torch.dtype, torch.device]:
-        """Return a key that identifies the shard's storage. Each empty storage has a separate key."""
+    def storage(self) -> tuple[int, torch.dtype, torch.device, int]:
+        """Return a key of the shard's storage, and of its unit if that has states in host memory.
+
+        Each empty storage has a separate key.
+        """
         param = self.param
-        return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device
+        return param.untyped_storage().data_ptr() or -1 - self.number, param.dtype, param.device, id(self.part.states)
 
     def adopt(self, given: dict[str, Any] | None, states: dict[Tensor, Any]) -> None:
         """Copy the entry `given`, or zeros, into the arenas. Make views of the arenas the shard's entry in `states`."""
         check_state(self.param, given)
+        if self.arena.states is not None:
+            self.arena.states.settle()
         if given:
             self._copy_from(given)
         else:
@@ -171,7 +213,7 @@ class StateSlot:
                 if given[name] is not self.state[name]:
                     self.state[name].copy_(values[name])
         else:
-            m, v = (values[name].reshape(-1).to(self.param.device, torch.float32) for name in MOMENTS)
+            m, v = (values[name].reshape(-1).to(mine.exp_avg.device, torch.float32) for name in MOMENTS)
             encode(m, v, *mine.codes(), random=None)
 
 
@@ -190,10 +232,19 @@ class Arena:
         param = slots[0].param
         coded = moments == "int8"
         dtype = param.dtype.to_real() if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
-        self.avg = torch.zeros(numel, dtype=dtype, device=param.device)
-        self.sq = torch.zeros(numel, dtype=torch.uint8 if coded else dtype, device=param.device)
-        self.exponents = torch.zeros(2 if coded else 0, numel // SCALE_BLOCK, dtype=torch.uint8, device=param.device)
+        self.states, self._device = slots[0].part.states, param.device
+        zeros = partial(torch.zeros, device=param.device) if self.states is None else self.states.zeros
+        self.avg = zeros(numel, dtype=dtype)
+        self.sq = zeros(numel, dtype=torch.uint8 if coded else dtype)
+        groups = numel // SCALE_BLOCK
+        self.exponents = zeros(2 * groups if coded else 0, dtype=torch.uint8).view(2 if coded else 0, groups)
         self._slices: dict[tuple[int, int, int], RunSlice] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states that a step reads, apart from the weights that are gathered."""
+        low = self.slots[0].part.low
+        return self.avg.nbytes + self.sq.nbytes + self.exponents.nbytes + (0 if low is None else self.avg.numel())
 
     def fill_rows(self) -> None:
         """Compute the row of each group. Kernels and stochastic rounding of moments need the rows."""
@@ -205,7 +256,7 @@ class Arena:
             stop = slot.arena_offset + slot.stop - slot.start
             rows[slot.arena_offset // SCALE_BLOCK : stop // SCALE_BLOCK] = slot.row
         narrow = len(self.slots[0].counts.steps) <= torch.iinfo(torch.int16).max
-        self.rows = rows.to(self.avg.device, torch.int16 if narrow else torch.int32)
+        self.rows = rows.to(self._device, torch.int16 if narrow else torch.int32)
 
     def entry(self, slot: StateSlot) -> dict[str, Tensor]:
         """Return the optimizer state of one shard: moments in the shard's shape, and their exponents."""

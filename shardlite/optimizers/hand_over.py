@@ -21,6 +21,7 @@ from shardlite.engine.steps import forget_models
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.optim import AdamW, canonical, release
 from shardlite.optimizers.states import WholeStateOptimizer, map_state, numbers_of
+from shardlite.params.flat import OffloadedFlat
 
 _given: WeakSet[Optimizer] = WeakSet()
 """Optimizers that were handed shards, so a group without parameters is no mistake."""
@@ -86,6 +87,11 @@ def judge(model: OptimizerBridge, optimizer: Optimizer, shards: Mapping[Tensor, 
             f"{name} holds the unsharded parameter {unsharded!r}, which gets no gradient: build it from `parameters()` "
             "of the ShardLite model, after wrapping, and not from a module in or around this model (`model.module`, "
             "`torch.compile(model)`, `nn.DataParallel(model)`), or call `model.adopt(optimizer)`"
+        )
+    if not isinstance(optimizer, AdamW) and any(isinstance(flat, OffloadedFlat) for flat in model.shards.flats):
+        raise LayoutError(
+            f"{name} would keep its states on the GPU, but the model was wrapped with offload: use shardlite.AdamW, or "
+            "wrap without offload"
         )
     if not isinstance(optimizer, AdamW | WholeStateOptimizer):
         if model.shards.are_split:

@@ -58,7 +58,7 @@ class Member(Owned):
         if self.flat.low is None:
             return own
         start, stop = self.flat.layout.slots[self.index].within(*self.flat.own_range(self.flat.layout))
-        return joined(own, self.flat.low[start:stop])
+        return joined(own, self.flat.lower(slice(start, stop)))
 
     def write(self, weight: Tensor) -> None:
         """Overwrite this rank's elements of the weight, unless `weight` [k] is a view of the shard."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlite.params.full_buffer import storage_key
 from shardlite.params.host_states import HostStates
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
-from shardlite.params.parameters import Placeholder, become, requires_grad_of
+from shardlite.params.parameters import Placeholder, become, end_steps, requires_grad_of
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
 
@@ -65,6 +65,9 @@ class Flat:
     placeholder: Tensor | None = None
     """Memory of placeholders: one element, NaN if the dtype has NaN."""
 
+    memory: Tensor = field(init=False)
+    """The same as `local`, for readers of facts other than its values."""
+
     trainable_slots: tuple[int, ...] = field(init=False)
     """Indices of the slots that have gradients."""
 
@@ -81,6 +84,7 @@ class Flat:
     """The placeholder expanded to the shape of each slot."""
 
     def __post_init__(self) -> None:
+        self.memory = self.local
         self.follow_requires_grad()
 
     def trainable_now(self) -> tuple[int, ...]:
@@ -112,7 +116,18 @@ class Flat:
         The result is a view of `local`, or an fp32 copy of split weights.
         """
         part = slice(first, stop)
-        return self.local[part] if self.low is None else joined(self.local[part], self.low[part])
+        return self.local[part] if self.low is None else joined(self.local[part], self.lower(part))
+
+    def settle(self) -> None:
+        """Let the host wait until `low` may be read and written, if it is in host memory."""
+        if self.states is not None:
+            self.states.settle()
+
+    def lower(self, part: slice) -> Tensor:
+        """Return elements `part` of the lower part of split weights, on the device of the weights."""
+        assert self.low is not None, "the weights are split"
+        self.settle()
+        return self.low[part].to(self.local.device)
 
     def write(self, weights: Tensor, begin: int = 0) -> None:
         """Overwrite elements `[begin, begin + n)` of this rank's weights with `weights` [n] (any float dtype)."""
@@ -120,7 +135,10 @@ class Flat:
         if self.low is None:
             self.local[part].copy_(weights)
         else:
-            split(self.local[part], self.low[part], weights.to(self.local.device, torch.float32).contiguous())
+            low = self.lower(part)
+            split(self.local[part], low, weights.to(self.local.device, torch.float32).contiguous())
+            if self.states is not None:
+                self.low[part].copy_(low)
             torch.autograd.graph.increment_version(self.local)  # kernels do not increment the version
 
     def write_param(self, index: int, weights: Tensor) -> None:
@@ -146,9 +164,10 @@ class Flat:
             if self.rank is None:
                 return apart(local)
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather, is_weight=True)
+        self.settle()
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
         return ShardTensor(
-            lambda high, low: joined(high, low).view(shape),
+            lambda high, low: joined(high, low.to(high.device)).view(shape),
             slot.shape,
             self.range_of(index)[0],
             sources=(high, low),
@@ -212,6 +231,27 @@ class Flat:
     def gradient_views(self, mean: Tensor) -> list[Tensor]:
         """Return the part of a gradient shard that belongs to each trainable slot."""
         return mark_padded(views(mean.view(self.master), self._own_gradients))
+
+
+class OffloadedFlat(Flat):
+    """A flat with optimizer states in host memory. Readers of `local` wait for its latest step."""
+
+    @property
+    def local(self) -> Tensor:
+        """Weights that this rank keeps. The current stream is ordered after their latest step."""
+        if self.states is not None:
+            self.states.wait_for_step()
+        return self.memory
+
+    @local.setter
+    def local(self, value: Tensor) -> None:
+        self.memory = value
+
+    def end_step(self) -> None:
+        """Order the current stream after the latest step. The shards are read as before it."""
+        if self.states is not None:
+            self.states.wait_for_step()
+        end_steps(self.shards)
 
 
 def _places(layout: Layout, own: tuple[int, int]) -> list[Place]:

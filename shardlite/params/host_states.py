@@ -34,12 +34,10 @@ class HostStates:
         self.waits = False
         """Whether readers of the unit's weights call `wait_for_step`, so that a step may run beside a forward."""
 
-        self.stepped: Any = None
-        """Event after the latest step of the unit's weights on a stream of its own. `None` if streams wait for it."""
+        self._stepped: Any = None  # event after the latest step of the weights on a stream of its own
+        self._landed: list[Any] = []  # event after the latest copy to this memory; a list for finalizers
 
-        self._landed: list[Any] = []  # the event after the latest copy to this memory; a list for finalizers
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return zeros [numel] in pinned memory. The memory is unpinned when the last tensor in it is deleted.
 
         Raises:
@@ -58,14 +56,21 @@ class HostStates:
             weakref.finalize(memory.untyped_storage(), _unpin, memory.data_ptr(), self._landed).atexit = False
         return memory.view(dtype)
 
+    def record_step(self) -> None:
+        """Record that the current stream, which others do not wait for, has stepped the unit's weights."""
+        self._stepped = self._stepped or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stepped.record()
+
     def wait_for_step(self) -> None:
         """Order the current stream after the latest step of the unit's weights."""
-        if self.stepped is not None:
-            self.stepped.wait()
+        if self._stepped is not None:
+            self._stepped.wait()
 
-    def copied(self, event: Any) -> None:
-        """Record the event after the latest copy to this memory."""
-        self._landed[:] = [event]
+    def record_copies(self) -> None:
+        """Record that the current stream has copied states to this memory."""
+        if not self._landed:
+            self._landed.append(torch.cuda.Event())  # type: ignore[no-untyped-call]
+        self._landed[0].record()
 
     def wait_for_copies(self) -> None:
         """Order the current stream after the latest copy to this memory."""

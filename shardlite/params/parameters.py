@@ -264,6 +264,44 @@ class Shard(nn.Parameter):
         _copy_into(self, value)
 
 
+class SteppingShard(Shard):
+    """A shard whose latest step may still run on a stream of its own. Operations on the shard wait for the step."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Order the current stream after the steps of the shards among the arguments, and call `func`."""
+        kwargs = kwargs or {}
+        if func not in _harmless or func == _get_grad:  # the step may write the gradient
+            for each in tree_leaves((args, kwargs)):
+                if isinstance(each, SteppingShard):
+                    _waits[each]()
+        with as_they_are():
+            return func(*args, **kwargs)
+
+
+_get_grad = _own_grad.__get__
+
+_waits: Any = WeakTensorKeyDictionary()
+"""For each shard that may be a `SteppingShard`, the function by which a stream waits for the step."""
+
+
+def begin_steps(shards: Iterable[Any], wait: Callable[[], None]) -> None:
+    """Let operations on `shards` first call `wait`, which orders the current stream after a step of the shards."""
+    for shard in shards:
+        if type(shard) is Shard:
+            _waits[shard] = wait
+            shard.__class__ = SteppingShard
+
+
+def end_steps(shards: Iterable[Any]) -> None:
+    """Undo `begin_steps`, because streams have waited for the steps."""
+    for shard in shards:
+        if type(shard) is SteppingShard:
+            shard.__class__ = Shard  # type: ignore[assignment]
+
+
 def _hand_out(param: Any, view: Tensor) -> Tensor:
     """Record that the program has `view` as a `.data` tensor of `param`, and return `view`."""
     _handed_out[param] = [*(each for each in _handed_out.get(param, ()) if each() is not None), ref(view)]

@@ -30,7 +30,7 @@ _FLAT_ALIGN = 256
 """Alignment in bytes of each flat (flat parameter) in a buffer. This alignment allows vectorized memory accesses."""
 
 _version_of = attrgetter("_version")  # `map` with this function makes no Python call per tensor
-_local_version_of = attrgetter("local._version")
+_local_version_of = attrgetter("memory._version")
 
 
 class Weights(Enum):

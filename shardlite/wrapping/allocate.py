@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardlite.comm import Context
 from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
+from shardlite.params.flat import OffloadedFlat
 from shardlite.params.host_states import OFFLOADED, HostStates
 from shardlite.wrapping.init import broadcast_buffers, broadcast_init
 from shardlite.wrapping.partition import UnitPlan, applies
@@ -166,7 +167,7 @@ def _allocate_lower_parts(
         if not flat.split:
             yield None
         else:
-            yield next(lows) if host is None else host.allocate(length(flat), torch.int8)
+            yield next(lows) if host is None else host.zeros(length(flat), torch.int8)
 
 
 def _make_flat(
@@ -178,7 +179,7 @@ def _make_flat(
     placement: Placement,
 ) -> Flat:
     """Create the flat of `plan` in the given memory."""
-    flat = Flat(
+    flat = (Flat if states is None else OffloadedFlat)(
         layout=plan.layout,
         compute=plan.compute,
         reduce=plan.reduce,

@@ -163,7 +163,7 @@ def test_steps_in_a_backward_have_the_same_bits_as_with_runs_that_are_found_anew
 
     def found_anew(step: InBackwardStep) -> list[layout.Stretch]:
         next(found)
-        step._known.clear()
+        step._layout.stretches.clear()
         return stretches(step)
 
     with mock.patch.object(InBackwardStep, "_stretches", found_anew):
