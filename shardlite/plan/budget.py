@@ -7,9 +7,11 @@ parameters of one kind in a unit.
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from mmap import PAGESIZE
 
 import torch
 from shardlite_kernels import SCALE_BLOCK
@@ -18,6 +20,7 @@ from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
 from shardlite.grads.policy import mean_stays
+from shardlite.optim.offload import BUFFERS, CHUNK_NBYTES
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Plan, build_units, placement_of
 from shardlite.wrapping.allocate import Placement
@@ -31,8 +34,11 @@ _NARROW_SLOTS = torch.iinfo(torch.int16).max
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
-_CHUNK_NBYTES, _CHUNK_BUFFERS = 32 << 20, 4
-"""Maximum bytes of a buffer through which a GPU copies offloaded states, and the number of these buffers."""
+_BUFFER_ALIGN = 512
+"""Alignment of the buffers through which a GPU copies offloaded states, in bytes."""
+
+_ARENA_TENSORS = 3
+"""Tensors of an arena: two moments, and their exponents. In host memory, each begins at a page of its own."""
 
 HELD = ("parameters", "optimizer state", "offload buffers", "buffers", "staging", "chunks of a step")
 """The purposes of the memory that a rank holds from step to step."""
@@ -149,11 +155,11 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(plan._replace(device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
-    offloaded = [flat for flat in flats if flat.states and flat.layout.trainable]
+    arenas = _offloaded_arenas(flats, recipe)
     held = {
         "parameters": _storage_nbytes(flats),
         "optimizer state": sum(_state_nbytes(flats, recipe)),
-        "offload buffers": _CHUNK_BUFFERS * _chunk_of_offload(offloaded, recipe),
+        "offload buffers": BUFFERS * min(round_up(max(arenas, default=0), _BUFFER_ALIGN), CHUNK_NBYTES),
         "buffers": buffers,
         "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.trainable_slots), default=0),
         "chunks of a step": 0 if recipe.on_gpu else _chunk_nbytes(flats, recipe),
@@ -165,7 +171,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         permanent=placement.permanent,
         single_rank=placement.single_rank,
         temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
-        host_nbytes=sum(_pinned_nbytes(flat, recipe) for flat in offloaded),
+        host_nbytes=sum(arenas) + _ARENA_TENSORS * PAGESIZE * len(arenas) + sum(map(_low_gaps, flats)),
     )
 
 
@@ -181,7 +187,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
         flats=[_flat_budget(flat, recipe) for flat in unit.trainable],
         params=sum(len(flat.trainable_slots) for flat in unit.trainable),
         step=sum(_step_nbytes(flat, recipe) for flat in unit.trainable),
-        offloaded=sum(_offloaded_nbytes(flat, recipe, _own_numel(flat)) for flat in unit.trainable if flat.states),
+        offloaded=sum(_offloaded_nbytes(flat, recipe) for flat in unit.trainable if flat.states),
     )
 
 
@@ -259,21 +265,24 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     return 2 * (weights + moment_nbytes(numel, flat.master, recipe.state)) + numel * flat.master.to_real().itemsize
 
 
-def _offloaded_nbytes(flat: Flat, recipe: Recipe, numel: int) -> int:
-    """Return the bytes of the states of `numel` elements: both moments, and the low bits of split weights."""
+def _offloaded_nbytes(flat: Flat, recipe: Recipe) -> int:
+    """Return the bytes of a flat's states: both moments, and the low bits of split weights."""
+    numel = _own_numel(flat)
     return moment_nbytes(numel, flat.master, recipe.state) + (flat.low is not None) * numel
 
 
-def _pinned_nbytes(flat: Flat, recipe: Recipe) -> int:
-    """Return the bytes of host memory for a flat's states. Low bits are laid out like the weights, with all gaps."""
-    return moment_nbytes(_own_numel(flat), flat.master, recipe.state) + (0 if flat.low is None else flat.low.nbytes)
+def _offloaded_arenas(flats: Sequence[Flat], recipe: Recipe) -> Sequence[int]:
+    """Return the bytes of the states in each arena in host memory. A unit has an arena for each dtype of weights."""
+    arenas = Counter[tuple[int, torch.dtype]]()
+    for flat in flats:
+        if flat.states is not None and flat.layout.trainable:
+            arenas[id(flat.states), flat.layout.dtype] += _offloaded_nbytes(flat, recipe)
+    return [*arenas.values()]
 
 
-def _chunk_of_offload(offloaded: Sequence[Flat], recipe: Recipe) -> int:
-    """Return the bytes of one buffer for a chunk of the states of offloaded flats."""
-    longest = max(map(_own_numel, offloaded), default=0)
-    group = max((_offloaded_nbytes(flat, recipe, SCALE_BLOCK) for flat in offloaded), default=1)
-    return min(longest // SCALE_BLOCK, _CHUNK_NBYTES // group) * group
+def _low_gaps(flat: Flat) -> int:
+    """Return the bytes in host memory around a flat's low bits: these are laid out like the weights, with all gaps."""
+    return 0 if flat.states is None or flat.low is None else flat.low.nbytes - _own_numel(flat) + PAGESIZE
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

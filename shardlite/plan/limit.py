@@ -87,7 +87,7 @@ def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> It
 
 def _timeline(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> StepTimeline:
     """Return the timeline of a step without activations."""
-    limit = recipe.options.memory_limit and replace(recipe.options.memory_limit, state=recipe.state)
+    limit = recipe.options.memory_limit and replace(recipe.options.memory_limit, state=recipe.state)  # type: ignore[arg-type]
     options = replace(recipe.options, memory_limit=limit)  # offloaded units depend on the format of the moments
     plan = plan or plan_units(module, options, recipe.world_size, recipe.device)
     budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))

@@ -1,13 +1,18 @@
 """Offloaded states in a plan: bytes on the GPU and on the host, traffic, and the time of their copies."""
 
 from dataclasses import replace
+from mmap import PAGESIZE
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shardlite.config import Offload, Precision
+from shardlite.params import round_up
 from shardlite.plan import CARDS, CLUSTERS, Planner, RankPlan, Setting, Source, simulate
+from shardlite.plan.budget import Recipe, budget_of
+from shardlite.wrapping import Options, plan_units
 
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH
@@ -26,6 +31,15 @@ def net() -> nn.Sequential:
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     return Planner(Source("net", net, lambda: (torch.zeros(8, WIDTH),), "8 rows"))
+
+
+def is_split(how: dict[str, Any]) -> bool:
+    return "precision" in how and how["precision"].master == "split24"
+
+
+def pages(how: dict[str, Any]) -> int:
+    """Bytes by which the tensors of a unit's arena are longer: two moments, exponents, and low bits if there are."""
+    return (3 + is_split(how)) * PAGESIZE
 
 
 def both(planner: Planner, setting: Setting) -> tuple[RankPlan, RankPlan]:
@@ -47,14 +61,28 @@ def both(planner: Planner, setting: Setting) -> tuple[RankPlan, RankPlan]:
 def test_moments_and_low_bits_move_to_the_host(planner, how, per_group, stage, own):
     without, plan = both(planner, Setting(stage=stage, world_size=2, offload=ALL, **how))
     nbytes = BLOCKS * own // 32 * per_group
-    assert plan.host_nbytes == plan.host_traffic == nbytes
+    assert plan.host_traffic == nbytes
+    assert plan.host_nbytes == nbytes + pages(how) * BLOCKS
     assert without.host_nbytes == without.host_traffic == without.budget.held["offload buffers"] == 0
-    assert plan.budget.held["offload buffers"] == 4 * own // 32 * per_group  # a unit is shorter than 32 MiB
-    split = BLOCKS * own * (how.get("precision") is not None and how["precision"].master == "split24")
+    assert plan.budget.held["offload buffers"] == 4 * round_up(
+        own // 32 * per_group, 512
+    )  # a unit is shorter than 32 MiB
+    split = BLOCKS * own * is_split(how)
     saved = {purpose: without.budget.held[purpose] - plan.budget.held[purpose] for purpose in plan.budget.held}
     assert saved["parameters"] == split
     assert saved["optimizer state"] == nbytes - split
     assert plan.budget.held["optimizer state"] == BLOCKS * (own // 32 * 2 + 4)  # rows of groups, and step counts
+
+
+def test_a_unit_with_two_dtypes_has_two_arenas():
+    """Three split layers, and one that is kept in fp32: the longer arena decides the buffers."""
+    options = Options(units=lambda *_: False, precision=replace(SPLIT, keep="2"), offload=ALL)
+    plan = plan_units(net(), options, 2, torch.device("cuda"))
+    budget = budget_of(plan, Recipe(options=options, world_size=2, device=torch.device("cuda")))
+    split, kept = 3 * BLOCK // 2 * 9, BLOCK // 2 * 8
+    assert [unit.offloaded for unit in budget.units] == [split + kept]
+    assert budget.held["offload buffers"] == 4 * split
+    assert budget.host_nbytes == split + kept + (4 + 3) * PAGESIZE
 
 
 def test_low_bits_take_their_gaps_along_and_are_not_copied_there():
@@ -63,13 +91,13 @@ def test_low_bits_take_their_gaps_along_and_are_not_copied_there():
     plan = bias.plan(Setting(world_size=2, offload=ALL, **COMPACT))
     stepped = plan.host_traffic
     assert stepped % 98 == 0
-    assert plan.host_nbytes >= stepped
+    assert plan.host_nbytes >= stepped + pages(COMPACT)
 
 
 def test_a_chunk_is_at_most_32_mib():
     wide = Planner(Source("wide", lambda: nn.Linear(4096, 4096, bias=False), lambda: (torch.zeros(1, 4096),), "a row"))
     plan = wide.plan(Setting(world_size=1, offload=ALL, **COMPACT))
-    assert plan.budget.held["offload buffers"] == 4 * ((32 << 20) // 98) * 98
+    assert plan.budget.held["offload buffers"] == 4 * (32 << 20)
 
 
 def test_units_that_fit_into_the_resident_bytes_stay(planner):
@@ -84,7 +112,7 @@ def test_units_that_fit_into_the_resident_bytes_stay(planner):
     ):
         plan = planner.plan(replace(setting, offload=offload))
         assert [unit.offloaded for unit in plan.budget.units] == [0] * stay + [states] * (BLOCKS - stay)
-        assert plan.host_nbytes == (BLOCKS - stay) * states
+        assert plan.host_nbytes == (BLOCKS - stay) * (states + pages({"precision": SPLIT}))
 
 
 def test_the_next_forward_may_hold_gradients_of_offloaded_units(planner):
