@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlite.plan.budget import HELD, UnitBudget
-    from shardlite.plan.clusters import CARDS, CLUSTERS, LINKS, Card, Cluster, LinkCost, Operation, memory_of
+    from shardlite.plan.clusters import CARDS, CLUSTERS, LINKS, Card, Cluster, LinkCost, Operation, memory_of, nbytes_of
     from shardlite.plan.limit import MOST_RANKS, check_memory_limit
     from shardlite.plan.planner import Planner, RankPlan, Setting
     from shardlite.plan.source import Source, SourceError, units_of

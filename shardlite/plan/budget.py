@@ -116,11 +116,6 @@ class UnitBudget:
     offloaded: int
     """Bytes of optimizer states that a step copies from host memory to the GPU, and back."""
 
-    @property
-    def steps_in_forward(self) -> bool:
-        """Whether the optimizer may step this unit during the next forward, as long as it is not gathered."""
-        return self.gathers and self.offloaded > 0
-
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -144,10 +139,10 @@ class Budget:
     """Bytes of pinned host memory for offloaded states."""
 
     @property
-    def waiting_gradients(self) -> int:
-        """Bytes of gradients that may be held until the end of the next forward, which steps their units."""
-        waiting = () if self.recipe.in_backward else (unit for unit in self.units if unit.steps_in_forward)
-        return sum(flat.gradient for unit in waiting for flat in unit.flats)
+    def waiting(self) -> dict[int, int]:
+        """The units whose step ends in the next forward, before they are used, with the bytes of their gradients."""
+        waiting = [(i, unit) for i, unit in enumerate(self.units) if unit.gathers and unit.offloaded]
+        return {i: sum(flat.gradient for flat in unit.flats) for i, unit in waiting if not self.recipe.in_backward}
 
 
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:

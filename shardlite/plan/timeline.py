@@ -204,7 +204,6 @@ class _Grads:
         self.full: dict[int, int] = {}
         self.early = dict.fromkeys(range(len(self._units)), 0)
         self.gradients = 0
-        self.waiting = 0  # bytes of gradients that the next forward steps
         self.arriving = 0  # bytes of the gradient that autograd still holds
         self._copied, self._last = 0, -1
         self._left = [unit.params for unit in self._units]
@@ -303,10 +302,10 @@ class _Timeline:
         self._order = _order(budget, events)
 
     def simulate(self) -> StepTimeline:
-        """Replay one step. The forward may begin with gradients of the previous step, which it still steps."""
+        """Replay one step. Gradients of offloaded units are held until the next forward uses the units."""
         self._timeline = StepTimeline()
         self._grads = _Grads(self._budget, self._order, self._prompt, self._record)
-        self._grads.waiting = 0 if self._prompt else self._budget.waiting_gradients
+        self._waiting = {} if self._prompt else self._budget.waiting
         if self._weights is not None:
             self._weights.begin_pass(backward=False)
         else:
@@ -323,9 +322,10 @@ class _Timeline:
         weights, grads = self._weights, self._grads
         if event.kind in (Kind.ENTER, Kind.LEAVE) and not self._budget.units[event.unit].gathers:
             weights = None  # a replicated unit has no buffer
-        if event.kind is Kind.GRADIENT:
-            grads.waiting = 0
+        if event.kind is Kind.BACKWARD:
+            self._waiting.clear()
         if event.kind is Kind.ENTER:
+            self._waiting.pop(event.unit, None)
             self._gather(weights.enter(event.unit) if weights is not None else ())
             self._timeline.actions.append(Action("need", event.unit))
         elif event.kind is Kind.LEAVE and weights is not None:
@@ -356,7 +356,7 @@ class _Timeline:
         now = {purpose: self._budget.held[purpose] for purpose in HELD}
         now["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
         now["gradient buckets"] = self._grads.nbytes
-        now["gradients"] = self._grads.gradients + self._grads.waiting
+        now["gradients"] = self._grads.gradients + sum(self._waiting.values())
         now[ACTIVATIONS] = self._own + self._grads.arriving
         timeline = self._timeline
         for purpose, nbytes in now.items():

@@ -10,8 +10,9 @@ from torch import nn
 
 from shardlite.config import Offload, Precision
 from shardlite.params import round_up
-from shardlite.plan import CARDS, CLUSTERS, Planner, RankPlan, Setting, Source, simulate
+from shardlite.plan import CARDS, CLUSTERS, Event, Kind, Planner, RankPlan, Setting, Source, simulate
 from shardlite.plan.budget import Recipe, budget_of
+from shardlite.plan.timeline import timeline_of
 from shardlite.wrapping import Options, plan_units
 
 WIDTH, BLOCKS = 64, 4
@@ -115,23 +116,21 @@ def test_units_that_fit_into_the_resident_bytes_stay(planner):
         assert plan.host_nbytes == (BLOCKS - stay) * (states + pages({"precision": SPLIT}))
 
 
-def test_the_next_forward_may_hold_gradients_of_offloaded_units(planner):
-    """Reduced gradients of all four blocks are held in the forward, unless the step is in the backward."""
+def test_the_next_forward_holds_the_gradient_of_a_unit_until_it_uses_the_unit(planner):
     setting = Setting(world_size=2, offload=ALL, **COMPACT)
-    gradients = 4 * BLOCKS * BLOCK // 2
     without, plan = both(planner, setting)
-    assert plan.budget.waiting_gradients == gradients
-    assert without.budget.waiting_gradients == 0
-    many = Planner(Source("net", net, lambda: (torch.zeros(4096, WIDTH),), "4096 rows"))  # the peak is in the forward
-    assert {many.plan(setting).timeline.peak["gradients"], many.plan(setting).prompt.peak["gradients"]} == {
-        gradients,
-        0,
-    }
-    assert many.plan(replace(setting, offload=None)).timeline.peak["gradients"] == 0
-    assert planner.plan(replace(setting, in_backward=True)).budget.waiting_gradients == 0
+    gradient = 4 * BLOCK // 2
+    assert plan.budget.waiting == dict.fromkeys(range(BLOCKS), gradient)
+    start = [Event(Kind.ENTER, 0), Event(Kind.LEAVE, 0), Event(Kind.ENTER, 1)]
+    for events, held in ((start[:1], 3), (start[:2], 3), (start, 2), ([Event(Kind.BACKWARD)], 0)):
+        events = [*events[:-1], events[-1]._replace(now=10**9)]  # the peak is at the last event
+        assert timeline_of(plan.budget, events).peak["gradients"] == held * gradient
+        assert timeline_of(plan.budget, events, prompt=True).peak["gradients"] == 0
+        assert timeline_of(without.budget, events).peak["gradients"] == 0
+    assert planner.plan(replace(setting, in_backward=True)).budget.waiting == {}
     # Nothing is gathered at stage 0 with one dtype, or by one rank: these steps end before the forward.
     for ends in (Setting(stage=0, world_size=2, offload=ALL), Setting(world_size=1, offload=ALL)):
-        assert planner.plan(ends).budget.waiting_gradients == 0
+        assert planner.plan(ends).budget.waiting == {}
 
 
 def test_a_cpu_offloads_nothing(planner):

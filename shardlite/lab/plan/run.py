@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shardlite.cli import precision_of, progress
+from shardlite.config import offload_of
 from shardlite.lab.plan.report import Group, as_json, text
 from shardlite.lab.plan.source import find_source
 from shardlite.plan import CLUSTERS, Cluster, Planner, Setting, memory_of, scaling
@@ -50,6 +51,7 @@ def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
                 stage=stage,
                 reshard_after_forward=not options.keep_unsharded,
                 checkpoint=recomputes,
+                offload=offload_of(options.offload),
                 on_gpu=on_gpu,
                 hierarchical=options.algorithm == "hierarchical",
             )

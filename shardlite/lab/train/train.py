@@ -93,6 +93,7 @@ def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
         precision=precision_of_run(settings),
         route=Route(transport=transport),
         device=device,
+        offload=settings.offload,
     )
     optimizer = make_optimizer(model, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
