@@ -137,6 +137,10 @@ class HostCounts(_Counts):
             else:
                 self.steps[list(self._active)] += 1
 
+    def scalars(self) -> list[Tensor]:
+        """Return the tensors of this step that its updates read."""
+        return [self._table.keys]
+
     def _step(self, elements: RunSlice) -> CpuStep:
         key = done, group = self._done[elements.row], self._groups[elements.row]
         step = self._steps.get(key)
@@ -224,6 +228,10 @@ class DeviceCounts(_Counts):
     def table_of(self, elements: RunSlice) -> Table:
         """Return the table from which a kernel reads the scalars of this step for `elements`."""
         return Table(elements.rows, self._keys_now, self._scalars, elements.arena_offset)
+
+    def scalars(self) -> list[Tensor]:
+        """Return the tensors of this step that its updates read."""
+        return [self._scalars, self._keys_now]
 
     def _hyper_table(self, groups: Sequence[Group]) -> Tensor:
         """Return the hyper-parameters, one row [6] per parameter group. Copy learning rates that are on the device."""

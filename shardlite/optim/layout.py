@@ -100,8 +100,9 @@ class OptimizerLayout:
     def beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
         """Step `slots`, all of which are `later`, inside the block on a stream that the next forward runs beside."""
         assert self.offloaded is not None, "only steps of offloaded states may end later"
+        used = [each for slot in slots for each in (slot.param, slot.param.grad, slot.arena.rows) if each is not None]
         try:
-            with self.offloaded.beside(slot.param.grad for slot in slots if slot.param.grad is not None):
+            with self.offloaded.beside([*used, *(each for counts in self.counts for each in counts.scalars())]):
                 yield
         finally:
             for slot in slots:
@@ -128,7 +129,7 @@ class OptimizerLayout:
             each.arrangement([slot.row for slot in slots if slot.counts is each])
             for each in dict.fromkeys([slot.counts for slot in slots])
         ]
-        arrangement, later = (slots, _arrangement(real), together), self.offloaded is not None and slots[0].later
+        arrangement, later = (slots, _arrangement(real), together), bool(slots) and slots[0].later
         known = self._runs.get(later)
         if known is None or arrangement != known[0]:
             places = {id(slot): place for place, (slot, _) in enumerate(members)}

@@ -119,10 +119,13 @@ class OffloadedSteps:
                 states.record_copies()
 
     @contextmanager
-    def beside(self, grads: Iterable[Tensor]) -> Iterator[None]:
-        """Step with `grads` inside the block on a stream of its own, which later operations do not wait for."""
+    def beside(self, used: Iterable[Tensor]) -> Iterator[None]:
+        """Step inside the block on a stream of its own, which later operations do not wait for.
+
+        The program may drop the tensors `used`, of the device, before the step has ended.
+        """
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
-        for grad in {grad.untyped_storage()._cdata: grad for grad in grads}.values():
-            grad.record_stream(self._beside)  # the program may drop the gradients before they were used
+        for each in {each.untyped_storage()._cdata: each for each in used}.values():
+            each.record_stream(self._beside)
         with torch.cuda.stream(self._beside):
             yield

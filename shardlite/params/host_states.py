@@ -53,7 +53,7 @@ class HostStates:
             ctypes.memset(memory.data_ptr(), 0, nbytes)
         if numel:
             pin(memory, self.device)
-            weakref.finalize(memory.untyped_storage(), _unpin, memory.data_ptr(), self._landed).atexit = False
+            weakref.finalize(memory.untyped_storage(), _release, memory.data_ptr(), self._landed).atexit = False
         return memory.view(dtype)
 
     def record_step(self) -> None:
@@ -104,11 +104,16 @@ def pin(memory: Tensor, device: torch.device) -> None:
         )
 
 
-def _unpin(pointer: int, landed: list[Any]) -> None:
-    for event in landed:
-        event.synchronize()
+def unpin(pointer: int) -> None:
+    """Undo `pin` of the memory at `pointer`."""
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     driver.cudaHostUnregister(pointer)
+
+
+def _release(pointer: int, landed: list[Any]) -> None:
+    for event in landed:
+        event.synchronize()
+    unpin(pointer)
 
 
 def near_cpus(device: torch.device, system: Path = Path("/sys")) -> set[int]:

@@ -149,6 +149,10 @@ class Cuda:
         self._streams.append(Stream(self, name or f"stream {len(self._streams) + 1}", len(self._streams) + 1))
         return self._streams[-1]
 
+    def pin(self, memory: torch.Tensor, _: torch.device) -> None:
+        """Pin memory of the host."""
+        self.calls["bytes pinned"] += memory.nbytes
+
     def current(self, _: Any = None) -> Stream:
         """Return the current stream of this thread."""
         self.calls["current stream"] += 1
@@ -200,6 +204,10 @@ class Cuda:
                 stack.enter_context(mock.patch.object(torch.cuda, name, value))
             streams = ProgramStreams(torch.device("cuda"))
             stack.enter_context(mock.patch("shardlite.comm.context.ProgramStreams", return_value=streams))
+            stack.enter_context(mock.patch("shardlite.wrapping.plan.can_offload", return_value=True))
+            stack.enter_context(mock.patch("shardlite.model.can_offload", return_value=True))
+            stack.enter_context(mock.patch("shardlite.params.host_states.pin", self.pin))
+            stack.enter_context(mock.patch("shardlite.params.host_states.unpin"))
             yield
 
     @contextmanager

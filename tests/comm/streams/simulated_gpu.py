@@ -76,6 +76,9 @@ class Memory:
     is_graphs: bool = False
     """Whether it was allocated during a capture."""
 
+    is_hosts: bool = False
+    """Whether it is pinned memory of the host, which frees it behind what it has waited for."""
+
 
 class Gpu(Cuda):
     """A GPU with memory, and what was found."""
@@ -94,6 +97,9 @@ class Gpu(Cuda):
 
         self.moved: Counter[str] = Counter()
         """Bytes that operations have read and written, by the name of the operation."""
+
+        self.by_host = False
+        """Whether the operation that runs now is one of the host, on its own memory only."""
 
         self.largest_batch = 0
         self.communicators: list[Communicator] = []
@@ -158,9 +164,21 @@ class Gpu(Cuda):
         """Note that the operation that `stream` has begun last reads or writes a tensor."""
         if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.numel() == 0:
             return
+        if tensor.ndim == 0 and _in_place_of_a_kernel():
+            return  # an argument of the kernel
         stream = stream or self.current()
         self.moved[what] += tensor.nbytes
+        if self.by_host:
+            self._access_by_host(self.memory_of(tensor), *_span(tensor), what, writes=writes)
+            return
         self.access_bytes(self.memory_of(tensor), *_span(tensor), stream, what, writes=writes)
+
+    def _access_by_host(self, memory: Memory, start: int, stop: int, what: str, *, writes: bool) -> None:
+        """Note an access of the host. Operations that are launched later are behind it."""
+        for before in memory.accesses:
+            overlap = before.start < stop and start < before.stop
+            if overlap and (writes or before.writes) and self.host[before.stream.number] < before.tick:
+                self.races[f"{what} on the host, but the host has not waited for: {before}"] += 1
 
     def access_bytes(self, memory: Memory, start: int, stop: int, stream: Stream, what: str, *, writes: bool) -> None:
         """Note an access of bytes."""
@@ -207,6 +225,11 @@ class Gpu(Cuda):
             self.memory_of(each).handed_over = self.current().record_event()
             self.record_stream(each, self.compute)
 
+    def pin(self, memory: Tensor, device: torch.device) -> None:
+        """Take memory for memory of the host."""
+        super().pin(memory, device)
+        self.memory_of(memory).is_hosts = True
+
     def memory_of(self, tensor: Tensor) -> Memory:
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -230,7 +253,9 @@ class Gpu(Cuda):
         if memory.is_graphs and self.recording is None:
             return  # it waits for the end of the graph
         for each in memory.accesses:
-            if not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
+            if memory.is_hosts and self.host[each.stream.number] < each.tick:
+                self.races[f"{each}, but the host frees it"] += 1
+            if not memory.is_hosts and not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
 
     @contextmanager
@@ -311,7 +336,11 @@ class _Operators(TorchDispatchMode):
         for each in tree_leaves((args, kwargs)):
             if isinstance(each, Tensor) and (event := self._gpu.memory_of(each).handed_over) is not None:
                 event.wait()
-        self._gpu.current().launch()
+        tensors = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, Tensor)]
+        of_host = [self._gpu.memory_of(each).is_hosts for each in tensors if each.numel()]
+        self._gpu.by_host = bool(of_host) and all(of_host)
+        if not self._gpu.by_host:
+            self._gpu.current().launch()
         if graph is not None:
             graph.record(func, arguments, out)
         for i, argument in enumerate(schema.arguments):
@@ -320,10 +349,13 @@ class _Operators(TorchDispatchMode):
             for each in tree_leaves(value):
                 if isinstance(each, Tensor):
                     self._gpu.access(each, name, writes=writes)
+        if any(of_host) and not self._gpu.by_host and not kwargs.get("non_blocking", len(args) > 2 and args[2]):
+            self._gpu.host |= self._gpu.current().clock  # a copy between host and GPU for which the host waits
         is_argument = any(each.alias_info is not None for each in schema.returns)
         for each in () if is_argument else tree_leaves(out):
             if isinstance(each, Tensor):
                 self._gpu.access(each, name, writes=True)
+        self._gpu.by_host = False
         return out
 
 
