@@ -1,5 +1,6 @@
 """Offloaded states in a plan: bytes on the GPU and on the host, traffic, and the time of their copies."""
 
+import gc
 from dataclasses import replace
 from mmap import PAGESIZE
 from typing import Any
@@ -8,12 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.config import Offload, Precision
+from shardlite.config import Offload, Precision, offload_of
 from shardlite.params import round_up
 from shardlite.plan import CARDS, CLUSTERS, Event, Kind, Planner, RankPlan, Setting, Source, simulate
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import timeline_of
 from shardlite.wrapping import Options, plan_units
+from tests.comm.streams.programs import WORLD_SIZE, Block, Training
+from tests.comm.streams.programs import net as net_of_blocks
+from tests.comm.streams.simulated_gpu import Gpu
 
 WIDTH, BLOCKS = 64, 4
 BLOCK = WIDTH * WIDTH
@@ -131,6 +135,39 @@ def test_the_next_forward_holds_the_gradient_of_a_unit_until_it_uses_the_unit(pl
     # Nothing is gathered at stage 0 with one dtype, or by one rank: these steps end before the forward.
     for ends in (Setting(stage=0, world_size=2, offload=ALL), Setting(world_size=1, offload=ALL)):
         assert planner.plan(ends).budget.waiting == {}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"offload": True},
+        {"offload": 0.5, "precision": SPLIT},
+        {"offload": True, "precision": replace(SPLIT, keep="rise"), "stage": 1},
+        {"offload": True, "in_backward": True, **COMPACT},
+        {"offload": 20_000, **MIXED, "state": "bf16", "stage": 2},
+        {"offload": True, **COMPACT, "stage": 0},
+    ],
+)
+def test_a_simulated_gpu_holds_and_copies_what_is_planned(how):
+    """Bytes are equal to those of the ledger, and each step copies each state up once and down once."""
+    options = {name: how[name] for name in ("stage", "precision") if name in how}
+    wrapped = Options(units=Block, offload=offload_of(how["offload"]), **options)
+    units = plan_units(net_of_blocks(), wrapped, WORLD_SIZE, torch.device("meta"))
+    others = {name: how[name] for name in ("state", "in_backward") if name in how}
+    recipe = Recipe(options=wrapped, world_size=WORLD_SIZE, device=torch.device("cuda"), **others)
+    budget = budget_of(units, recipe)
+    gpu = Gpu()
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(**how)
+        training.step(3)
+        held = {purpose: each.now for purpose, each in training.model.memory().items()}
+        copied = training.optimizer._layout.offloaded.copied
+        assert held["offloaded state"] == budget.host_nbytes
+        assert held["offload buffers"] == budget.held["offload buffers"]
+        assert held["parameters"] == budget.held["parameters"]
+        assert copied == 3 * sum(unit.offloaded for unit in budget.units)
+        del training
+        gc.collect()
 
 
 def test_a_cpu_offloads_nothing(planner):

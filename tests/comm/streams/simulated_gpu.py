@@ -255,7 +255,9 @@ class Gpu(Cuda):
         for each in memory.accesses:
             if memory.is_hosts and self.host[each.stream.number] < each.tick:
                 self.races[f"{each}, but the host frees it"] += 1
-            if not memory.is_hosts and not any(each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)):
+            if not memory.is_hosts and not any(
+                each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)
+            ):
                 self.races[f"{each}, but is freed for {memory.allocated_on.name}"] += 1
 
     @contextmanager
