@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardlite.plan.budget import HELD, UnitBudget
-    from shardlite.plan.clusters import CARDS, CLUSTERS, LINKS, Card, Cluster, LinkCost, Operation, memory_of
+    from shardlite.plan.clusters import CARDS, CLUSTERS, LINKS, Card, Cluster, LinkCost, Operation, memory_of, nbytes_of
     from shardlite.plan.fitting import NAMES, Fit, check_keep, fit, search
     from shardlite.plan.limit import MOST_RANKS, check_memory_limit
     from shardlite.plan.planner import Planner, RankPlan, Setting

@@ -15,7 +15,19 @@ _DEFAULTS = {
     "prefetch": 1,
     "state": "fp32",
     "in_backward": False,
+    "offload": None,
 }
+
+
+def arguments(setting: Setting) -> dict[str, Any]:
+    """Return the keyword arguments of `ShardLite` of a run, without the memory limit."""
+    return {
+        "stage": setting.stage,
+        "precision": setting.precision,
+        "reshard_after_forward": setting.reshard_after_forward,
+        "prefetch": setting.prefetch,
+        "offload": None if setting.offload is None else setting.offload.argument,
+    }
 
 
 def size(nbytes: float) -> str:
@@ -50,6 +62,9 @@ def _figures(fit: "Fit") -> str:
     plan = fit.plan
     sent = plan.sent_by_gathers + plan.sent_by_reductions
     parts = [f"{size(plan.peak)} at the peak", f"{size(sent)} sent per step" if sent else "nothing sent"]
+    if plan.host_nbytes:
+        copied = f"{size(plan.host_traffic)} copied each way per step"
+        parts.append(f"{size(plan.host_nbytes)} of states in host memory, {copied}")
     if fit.cluster is not None:
         seconds = fit.step.total
         time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
@@ -103,10 +118,8 @@ def nothing_fits(planner: Planner, plan: RankPlan, nbytes: int, keep: frozenset[
     setting = plan.setting
     held = sorted(plan.by_purpose.items(), key=lambda item: -item[1])
     purposes = ", ".join(f"{purpose} {size(each)}" for purpose, each in held)
-    shardlite = {"stage": setting.stage, "precision": setting.precision}
-    run = lines(
-        setting, shardlite, {"state": setting.state, "in_backward": setting.in_backward}, planner.recomputed_classes
-    )
+    adamw = {"state": setting.state, "in_backward": setting.in_backward}
+    run = lines(setting, arguments(setting), adamw, planner.recomputed_classes)
     remedy = f"allow more than keep={sorted(keep)}, use more ranks" if keep else "use more ranks"
     return (
         f"nothing fits in {size(nbytes)}: on {_count(setting.world_size, 'rank')}, the smallest "

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardlite.config import STATES, MemoryLimit, Precision, launched_ranks
+from shardlite.config import STATES, MemoryLimit, Offload, Precision, launched_ranks
 from shardlite.errors import LayoutError
 from shardlite.plan import fit_text
 from shardlite.plan.budget import Budget
@@ -61,12 +61,18 @@ def _precisions(start: Setting) -> Iterator[Changes]:
     yield from ({"precision": each} for each in dict.fromkeys((given, narrow, split)))
 
 
+def _offloads(start: Setting) -> Iterator[Changes]:
+    more = (Offload(share=0.5), Offload()) if start.on_gpu else ()
+    yield from ({"offload": each} for each in dict.fromkeys((start.offload, *more)))
+
+
 DIMENSIONS: Mapping[str, Callable[[Setting], Iterable[Changes]]] = {
     "stage": _stages,
     "precision": _precisions,
     "moments": lambda start: ({"state": each} for each in STATES[STATES.index(start.state) :]),
     "in_backward": lambda start: ({"in_backward": each} for each in sorted({start.in_backward, True})),
     "checkpointing": lambda start: ({"checkpoint": each} for each in sorted({start.checkpoint, True})),
+    "offload": _offloads,
 }
 """What the search may change beside the micro-batch: names for `keep=`, and the choices from a run to start from."""
 
@@ -134,14 +140,7 @@ class Fit:
     @property
     def shardlite(self) -> dict[str, Any]:
         """Keyword arguments of `ShardLite`, with the memory limit."""
-        setting = self.plan.setting
-        return {
-            "stage": setting.stage,
-            "precision": setting.precision,
-            "reshard_after_forward": setting.reshard_after_forward,
-            "prefetch": setting.prefetch,
-            "memory_limit": self.memory_limit,
-        }
+        return {**fit_text.arguments(self.plan.setting), "memory_limit": self.memory_limit}
 
     @property
     def adamw(self) -> dict[str, Any]:
@@ -195,9 +194,9 @@ def fit(
     """Find the cheapest run of a model in which a rank holds at most `memory`. Nothing is allocated or trained.
 
     The search chooses the stage, `reshard_after_forward`, the formats of computation, weights and moments, steps in the
-    backward, activation checkpointing, and the micro-batch. Runs that compute the same numbers come first, up to the
-    order in which the gradients of micro-batches are added. Among them, the run with the shortest predicted step is
-    the cheapest.
+    backward, activation checkpointing, the share of states in host memory, and the micro-batch. Runs that compute the
+    same numbers come first, up to the order in which the gradients of micro-batches are added. Among them, the run with
+    the shortest predicted step is the cheapest.
 
     Args:
         module_factory: function that creates the model. It is called with fake tensors.
@@ -209,8 +208,8 @@ def fit(
             tensors only: leave some memory for the CUDA context and for fragmentation, see `docs/plan.md`.
         ranks: number of ranks. `None`: as many as there are in this program.
         global_batch: rows of all ranks in a step. `None`: the rows of `example_batch`, times the number of ranks.
-        keep: what must not change, by name: `"stage"`, `"precision"`, `"moments"`, `"in_backward"`, `"checkpointing"`
-            or `"batch"`.
+        keep: what must not change, by name: `"stage"`, `"precision"`, `"moments"`, `"in_backward"`, `"checkpointing"`,
+            `"offload"` or `"batch"`.
         precision: the precision to start from. All its options are kept, except that `compute` may become bf16, and
             `master` may become `"split24"`.
         cluster: name of a cluster, such as `"pcie-a100"`, whose predicted times order the runs and are printed. `None`:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite.config import Keep, Precision
+from shardlite.config import Keep, Offload, Precision
 from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Budget, Recipe, budget_of
@@ -54,6 +54,9 @@ class Setting:
     sharded: bool = False
     """Whether each micro-batch reduces its gradients (`no_sync(sharded=True)`), instead of only the last one."""
 
+    offload: Offload | None = None
+    """Which optimizer states are kept in host memory. Ignored on CPUs."""
+
     on_gpu: bool = True
     hierarchical: bool = False
     """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total of the sent
@@ -69,6 +72,7 @@ class Setting:
                 precision=self.precision,
                 prefetch=self.prefetch,
                 reshard_after_forward=self.reshard_after_forward,
+                offload=self.offload if self.on_gpu else None,
             ),
             world_size=self.world_size,
             device=torch.device("cuda" if self.on_gpu else "cpu"),
@@ -112,6 +116,16 @@ class RankPlan:
     def activations(self) -> int:
         """Peak of the program's own tensors. All tensors together may peak at another moment."""
         return self.timeline.most.get(ACTIVATIONS, 0)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of pinned host memory for offloaded optimizer states."""
+        return self.budget.host_nbytes
+
+    @property
+    def host_traffic(self) -> int:
+        """Bytes of offloaded states that one step copies from host memory to the GPU. It copies as many bytes back."""
+        return sum(unit.offloaded for unit in self.budget.units)
 
     @property
     def sent_by_gathers(self) -> int:

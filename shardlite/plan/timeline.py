@@ -368,10 +368,12 @@ class _Timeline:
         """Replay one step of `accumulate` micro-batches.
 
         All micro-batches but the first and the last are equal, so only the second is replayed.
+        Gradients of offloaded units are held until the next forward uses the units.
         """
         self._timeline = StepTimeline()
         self._most = self._peak = [0] * 4
         actions, earlier = self._timeline.actions, None
+        self._waiting = {} if self._prompt else self._budget.waiting
         if self._weights is None:
             self._gather(i for i, unit in enumerate(self._budget.units) if unit.gathers)
         for each in range(replayed := min(accumulate, 3)):
@@ -408,7 +410,10 @@ class _Timeline:
         weights, grads = self._weights, self._grads
         if event.kind in (Kind.ENTER, Kind.LEAVE) and not self._budget.units[event.unit].gathers:
             weights = None  # a replicated unit has no buffer
+        if event.kind is Kind.BACKWARD:
+            self._waiting.clear()
         if event.kind is Kind.ENTER:
+            self._waiting.pop(event.unit, None)
             self._gather(weights.enter(event.unit) if weights is not None else ())
             self._timeline.actions.append(Action("need", event.unit))
         elif event.kind is Kind.LEAVE and weights is not None:
@@ -440,7 +445,7 @@ class _Timeline:
         now = [
             0 if self._weights is None else self._weights.nbytes,
             self._grads.nbytes,
-            self._grads.gradients,
+            self._grads.gradients + sum(self._waiting.values()),
             self._own + self._grads.arriving,
         ]
         self._most = [*map(max, self._most, now)]

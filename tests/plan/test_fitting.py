@@ -105,7 +105,7 @@ def test_runs_that_change_numbers_come_last_and_are_named(planner):
 def test_what_is_kept_does_not_change(planner, name):
     start = Setting(world_size=2, rows=2, accumulate=2, sharded=True)
     fields = {"stage": ("stage",), "precision": ("precision",), "moments": ("state",), "in_backward": ("in_backward",)}
-    fields |= {"checkpointing": ("checkpoint",), "batch": ("rows", "accumulate")}
+    fields |= {"checkpointing": ("checkpoint",), "offload": ("offload",), "batch": ("rows", "accumulate")}
     nbytes = round(0.8 * planner.plan(start).peak)
     fit = search(planner, start, nbytes, keep=name)
     for each in (fit, *fit.alternatives):

@@ -37,6 +37,8 @@ def _check(options: Namespace) -> None:
         raise ValueError(f"--ranks takes 1 to {MOST_RANKS} ranks, got {' '.join(map(str, options.ranks))}")
     if options.cluster not in (None, *CLUSTERS):
         raise ValueError(f"--cluster {options.cluster!r} is not one of {', '.join(CLUSTERS)}")
+    if options.offload and options.cluster is not None and not CLUSTERS[options.cluster].on_gpu:
+        raise ValueError(f"--offload needs GPUs, and the cluster {options.cluster} has none")
     if options.card is not None:
         memory_of(options.card)
     if options.fit is not None:

@@ -10,7 +10,7 @@ from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Fit, Planner, RankP
 
 COLUMNS = {
     "weights": ("parameters",),
-    "optimizer": ("optimizer state",),
+    "optimizer": ("optimizer state", "offload buffers"),
     "gradients": ("gradients",),
     "buckets": ("gradient buckets",),
     "gathered": ("gather buffers",),
@@ -69,6 +69,7 @@ def words(setting: Setting) -> str:
         f"reduce in {str(precision.reduce).removeprefix('torch.')}",
         f'AdamW(state="{setting.state}"{", in_backward=True" * setting.in_backward})',
         f"prefetch {setting.prefetch}" if setting.stage == 3 else "",
+        "" if setting.offload is None else f"offload={setting.offload.argument}",
         'algorithm="hierarchical"' * setting.hierarchical,
         "" if setting.reshard_after_forward else "weights kept until the backward",
         "with activation checkpointing" if setting.checkpoint else "without activation checkpointing",
@@ -121,6 +122,8 @@ def _plan_json(plan: RankPlan, cluster: Cluster | None) -> dict[str, Any]:
         "activation_peak_bytes": plan.activations,
         "sent_by_gathers": plan.sent_by_gathers,
         "sent_by_reductions": plan.sent_by_reductions,
+        "host_bytes": plan.host_nbytes,
+        "host_traffic": plan.host_traffic,
     }
     if cluster is not None:
         step = simulate(plan, cluster)
@@ -154,6 +157,8 @@ def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None
     if card is not None:
         row["fits"] = "yes" if plan.peak <= card else "no"
     row["sent/step"] = _gb(plan.sent_by_gathers + plan.sent_by_reductions)
+    if plan.setting.offload is not None:
+        row["on host"], row["up/step"], row["down/step"] = map(_gb, (plan.host_nbytes, *[plan.host_traffic] * 2))
     if cluster is not None:
         step = simulate(plan, cluster)
         weak = next(each.weak for each in group.curve if each.world_size == plan.setting.world_size)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardlite.cli import precision_of, progress
+from shardlite.config import offload_of
 from shardlite.lab.plan.report import Group, as_json, fit_json, text
 from shardlite.lab.plan.source import find_source
 from shardlite.plan import CLUSTERS, NAMES, Cluster, Planner, Setting, memory_of, scaling, search
@@ -54,6 +55,7 @@ def _fit(options: Namespace, cluster: Cluster | None) -> str:
         world_size=ranks,
         reshard_after_forward=not options.keep_unsharded,
         checkpoint=options.checkpoint == "with",
+        offload=offload_of(options.offload),
         on_gpu=cluster is None or cluster.on_gpu,
         hierarchical=options.algorithm == "hierarchical",
     )
@@ -93,6 +95,7 @@ def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
                 stage=stage,
                 reshard_after_forward=not options.keep_unsharded,
                 checkpoint=recomputes,
+                offload=offload_of(options.offload),
                 on_gpu=on_gpu,
                 hierarchical=options.algorithm == "hierarchical",
             )

@@ -133,6 +133,9 @@ class Settings:
     state: str = "fp32"
     """Format of the moments of "adamw", and of AdamW beside "muon": fp32, bf16 or int8."""
 
+    offload: bool | float | None = None
+    """Which states of "adamw" are kept in host memory, as in `ShardLite`. No effect on CPUs."""
+
     in_backward: bool = False
     """Whether "adamw" updates the weights during the backward, without clipping the gradients."""
 
@@ -200,6 +203,7 @@ class Settings:
         supported = {
             "state": ["adamw", "muon"],
             "master": ["adamw", *whole],
+            "offload": ["adamw"],
             "in_backward": ["adamw"],
             "adamw_lr": whole,
             "fit": ["adamw"],

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from shardlite import LayoutError, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.cli import on_signals, precision_of, process_group
 from shardlite.comm import all_gather_json
+from shardlite.config import offload_of
 from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
 from shardlite.lab.train import report
@@ -104,6 +105,7 @@ def _find_fit(settings: Settings, device: torch.device) -> Fit:
         state=settings.state,
         in_backward=settings.in_backward,
         checkpoint=settings.activation_checkpointing,
+        offload=offload_of(settings.offload),
         rows=settings.batch,
         accumulate=settings.accumulate,
         on_gpu=device.type == "cuda",
@@ -141,7 +143,8 @@ def fitted(settings: Settings, fit: Fit) -> Settings:
 def _set_up(settings: Settings, corpus: Corpus, device: torch.device, fit: Fit | None) -> Run:
     torch.manual_seed(settings.seed)
     transport: Any = settings.transport
-    options: dict[str, Any] = {"stage": settings.stage} if fit is None else fit.shardlite
+    given = {"stage": settings.stage, "offload": settings.offload}
+    options: dict[str, Any] = given if fit is None else fit.shardlite
     options["precision"] = precision_of_run(settings)  # logits are cast
     model = ShardLite(_make_gpt(settings), route=Route(transport=transport), device=device, **options)
     optimizer = make_optimizer(model, settings)
