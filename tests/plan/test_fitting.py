@@ -13,6 +13,7 @@ import shardlite
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.plan import CLUSTERS, Planner, Setting, Source, plain_events, search, simulate, timeline_of
+from shardlite.plan.fit_text import size
 from shardlite.plan.fitting import DIMENSIONS, NAMES, RULES
 from tests.support.models.residual import Chain
 
@@ -47,46 +48,55 @@ def strength(setting: Setting) -> int:
     return sum(2**i for i, rule in enumerate(RULES) if rule.applies(setting))
 
 
-def everything(planner: Planner, start: Setting, nbytes: int) -> list[tuple]:
-    """Plan every combination, and return the three cheapest that fit, each with its largest micro-batch."""
+def everything(planner: Planner, start: Setting) -> list[tuple]:
+    """Plan every combination. Return for each its choices, its cost, the limit that it needs, and the setting."""
     cluster = CLUSTERS["pcie-a100" if start.on_gpu else "cpu"]
-    found: dict = {}
+    found = []
     for some in product(*(list(choose(start)) for choose in DIMENSIONS.values())):
+        changes = {key: value for each in some for key, value in each.items()}
         for accumulate, sharded in ((1, False), (2, False), (2, True), (4, False), (4, True)):
-            changes = {key: value for each in some for key, value in each.items()}
-            batch = {"rows": ROWS // accumulate, "accumulate": accumulate, "sharded": sharded}
-            setting = replace(start, **changes, **batch)
-            if (setting.in_backward and accumulate > 1) or (sharded and start.world_size == 1):
+            if accumulate > 1 and (changes["in_backward"] or (sharded and start.world_size == 1)):
                 continue
-            plan = planner.plan(setting)
+            batch = {"rows": ROWS // accumulate, "accumulate": accumulate, "sharded": sharded}
+            plan = planner.plan(replace(start, **changes, **batch))
             chain = timeline_of(plan.budget, list(plain_events(plan.budget))).total
-            if max(plan.peak, chain) <= nbytes:
-                cost = (strength(setting), simulate(plan, cluster).total, plan.peak)
-                key = tuple(map(repr, some))
-                found.setdefault(key, []).append((cost, setting))
+            cost = (strength(plan.setting), simulate(plan, cluster).total, plan.peak)
+            found.append((repr(some), cost, max(plan.peak, chain), plan.setting))
+    return found
+
+
+def cheapest(runs: list[tuple], nbytes: int) -> list[tuple]:
+    """Return cost and setting of the three cheapest runs that fit, each with its largest micro-batch."""
+    found: dict = {}
+    for key, cost, need, setting in runs:
+        if need <= nbytes:
+            found.setdefault(key, []).append((cost, setting))
     for key, plans in found.items():
-        largest = {way: max(s.rows for _, s in plans if s.sharded == way) for way in {s.sharded for _, s in plans}}
+        largest = {
+            way: max(each.rows for _, each in plans if each.sharded == way) for way in {s.sharded for _, s in plans}
+        }
         plans = [each for each in plans if each[1].rows == largest[each[1].sharded]]
         found[key] = min(plans, key=lambda each: (each[1].rows < ROWS, each[0]))
     return sorted(found.values(), key=lambda each: each[0])[:3]
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("share", [0.35, 0.55, 0.8])
-def test_the_runs_are_those_of_an_exhaustive_search(planner, on_gpu, ranks, share):
-    """The limit is a share of the peak of the run to start from, so that few, many or all runs fit."""
+@pytest.mark.parametrize(("ranks", "on_gpu"), [(1, False), (2, False), (2, True)])
+def test_the_runs_are_those_of_an_exhaustive_search(planner, ranks, on_gpu):
+    """The limits are shares of the peak of the run to start from, so that no, few, many or all runs fit."""
     start = Setting(world_size=ranks, rows=ROWS, on_gpu=on_gpu)
-    nbytes = round(share * planner.plan(start).peak)
-    expected = everything(planner, start, nbytes)
-    if not expected:
-        with pytest.raises(LayoutError, match="nothing fits"):
-            search(planner, start, nbytes)
-        return
-    fit = search(planner, start, nbytes)
-    costs = [(strength(each.plan.setting), each.step.total, each.plan.peak) for each in (fit, *fit.alternatives)]
-    assert costs == [cost for cost, _ in expected]
-    assert fit.plan.setting == expected[0][1]
+    runs, most = everything(planner, start), planner.plan(start).peak
+    for share in (0.2, 0.35, 0.45, 0.55, 0.7, 0.9, 1.1):
+        expected = cheapest(runs, round(share * most))
+        if not expected:
+            least = min(need for _, _, need, _ in runs)
+            with pytest.raises(LayoutError, match="nothing fits") as error:
+                search(planner, start, round(share * most))
+            assert f"holds {size(least)}" in str(error.value)
+            continue
+        fit = search(planner, start, round(share * most))
+        costs = [(strength(each.plan.setting), each.step.total, each.plan.peak) for each in (fit, *fit.alternatives)]
+        assert costs == [cost for cost, _ in expected]
+        assert fit.plan.setting == expected[0][1]
 
 
 def test_runs_that_change_numbers_come_last_and_are_named(planner):
