@@ -2,8 +2,8 @@
 
     python -m bench.fit --ranks 2 4
 
-chooses runs for three limits: 3 % more than the predicted peak of the cheapest run of all, of the cheapest run in 75 %
-of this peak, and of the cheapest run in 55 %. New processes then train each chosen run, wrapped with its memory limit.
+chooses runs for three limits: 3 % more than the predicted peak of the cheapest run of all, of the cheapest run in 80 %
+of this peak, and of the cheapest run in 60 %. New processes then train each chosen run, wrapped with its memory limit.
 The bench fails if the limit is exceeded. Rows go to `bench/results/fit-gpt2-Nranks.jsonl`:
 
 | key | meaning |
@@ -44,11 +44,11 @@ from shardlite.lab.table import Row, write_rows
 from shardlite.lab.train.settings import GPTConfig
 from shardlite.plan import Fit, Planner, Setting, Source, search
 
-GPT2 = GPTConfig(kind="gpt2", layers=12, width=768, heads=12, vocabulary=50257, context=64)
-ROWS = 4
+GPT2 = GPTConfig(kind="gpt2", layers=12, width=768, heads=12, vocabulary=8192, context=128)
+ROWS = 8
 """Sequences per rank in a step."""
 
-SHARES = (1.0, 0.75, 0.55)
+SHARES = (1.0, 0.8, 0.6)
 """The largest peaks of the runs for which limits are set, as shares of the peak of the cheapest run of all."""
 
 MARGIN = 1.03

@@ -1,13 +1,12 @@
 """Describe runs that fit: bytes, time, and the lines of Python to write."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardlite.config import MemoryLimit, Precision
+from shardlite.plan.clusters import Cluster
 from shardlite.plan.planner import Planner, RankPlan, Setting
-
-if TYPE_CHECKING:
-    from shardlite.plan.fitting import Fit
+from shardlite.plan.step_time import StepTime
 
 _DEFAULTS = {
     "precision": Precision(),
@@ -51,26 +50,28 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
 
 
-def describe(fit: "Fit") -> Iterator[str]:
-    """Yield the paragraphs of a fit and its alternatives."""
-    yield fit.heading
-    for number, each in enumerate((fit, *fit.alternatives), 1):
-        yield "\n".join([f"{number}. {_figures(each)}", *(f"   {line}" for line in each.lines)])
+def paragraph(
+    plan: RankPlan, rules: Sequence[str], step: StepTime, cluster: Cluster | None, written: Sequence[str]
+) -> str:
+    """Describe one run.
 
-
-def _figures(fit: "Fit") -> str:
-    plan = fit.plan
+    Args:
+        plan: the predicted bytes.
+        rules: the changes of numbers, in words.
+        step: the predicted time, which is given only if there is a `cluster`.
+        cluster: the cluster of the prediction.
+        written: the lines of Python of the run.
+    """
     sent = plan.sent_by_gathers + plan.sent_by_reductions
     parts = [f"{size(plan.peak)} at the peak", f"{size(sent)} sent per step" if sent else "nothing sent"]
     if plan.host_nbytes:
         copied = f"{size(plan.host_traffic)} copied each way per step"
         parts.append(f"{size(plan.host_nbytes)} of states in host memory, {copied}")
-    if fit.cluster is not None:
-        seconds = fit.step.total
-        time = f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-        parts.append(f"{time} per step on {fit.cluster.name} (predicted, not measured)")
-    words = ", ".join(parts)
-    return words if not fit.rules else f"{words}\n   changes numbers: {'; '.join(fit.rules)}"
+    if cluster is not None:
+        time = f"{step.total:.3g} s" if step.total >= 1 else f"{step.total * 1e3:.3g} ms"
+        parts.append(f"{time} per step on {cluster.name} (predicted, not measured)")
+    changes = [f"changes numbers: {'; '.join(rules)}"] if rules else []
+    return "\n   ".join([", ".join(parts), *changes, *written])
 
 
 def lines(

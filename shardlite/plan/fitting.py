@@ -4,10 +4,11 @@ In: a model, its batch, and a number of bytes (`fit`); or a `Planner`, the run t
 (`search`). Out: a `Fit`, the cheapest run, with the next cheapest runs as alternatives. `DIMENSIONS` is the table of
 what the search may change, and `RULES` the table of the changes that a program can notice in its numbers.
 
-A run is cheaper than another if it uses weaker rules; then if its predicted step takes less time; then if it needs less
-memory. So runs that compute the same numbers as the run to start from always come first. The time of a launch is not
-predicted, so of runs that differ in the micro-batch only, the one with the largest that fits is a candidate. If it is
-accumulated, gradients are reduced either once per step or in each micro-batch, whichever is cheaper.
+A run is cheaper than another if it uses weaker rules; then if its predicted step takes less time; then if it copies
+fewer states to the host and back; then if it needs less memory. So runs that compute the same numbers as the run to
+start from always come first. The time of a launch is not predicted, so of runs that differ in the micro-batch only, the
+one with the largest that fits is a candidate. If it is accumulated, gradients are reduced either once per step or in
+each micro-batch, whichever is cheaper.
 
 The search skips runs without planning them if their permanent memory alone is too large, or if this memory and the
 activations are. It assumes that a smaller micro-batch does not need more memory if both are accumulated.
@@ -21,7 +22,6 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -173,7 +173,11 @@ class Fit:
         return list(fit_text.lines(self.plan.setting, self.shardlite, self.adamw, self.classes))
 
     def __repr__(self) -> str:
-        return "\n\n".join(fit_text.describe(self))
+        runs = [
+            f"{number}. {fit_text.paragraph(each.plan, each.rules, each.step, each.cluster, each.lines)}"
+            for number, each in enumerate((self, *self.alternatives), 1)
+        ]
+        return "\n\n".join([self.heading, *runs])
 
 
 # ---- the function of users ------------------------------------------------------------------------------------------
@@ -206,7 +210,7 @@ def fit(
             with a `loss`.
         memory: memory of a rank: an amount (`"24GB"`, `"24GiB"`), a card (`"H100"`), or a number of bytes. It includes
             tensors only: leave some memory for the CUDA context and for fragmentation, see `docs/plan.md`.
-        ranks: number of ranks. `None`: as many as there are in this program.
+        ranks: number of ranks. `None`: as many as the launcher has started, or 1.
         global_batch: rows of all ranks in a step. `None`: the rows of `example_batch`, times the number of ranks.
         keep: what must not change, by name: `"stage"`, `"precision"`, `"moments"`, `"in_backward"`, `"checkpointing"`,
             `"offload"` or `"batch"`.
@@ -232,7 +236,7 @@ def fit(
         >>> model = ShardLite(make_model(), **fit.shardlite)
         >>> optimizer = AdamW(model.parameters(), lr=3e-4, **fit.adamw)
     """
-    world_size = _ranks() if ranks is None else ranks
+    world_size = launched_ranks() if ranks is None else ranks
     if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
         raise ValueError(f"fit: ranks must be a number from 1 to {MOST_RANKS}, got {ranks!r}")
     if cluster not in (None, *CLUSTERS):
@@ -248,10 +252,6 @@ def fit(
     start = Setting(world_size=world_size, precision=precision, rows=rows, on_gpu=on_gpu)
     with torch.random.fork_rng(devices=[]):  # the constructor may seed
         return search(Planner(source), start, nbytes, keep=kept, cluster=chosen)
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else launched_ranks()
 
 
 def _nbytes(memory: str | int) -> int:
@@ -351,8 +351,9 @@ class _Search:
     def _breaks(self, rule: Rule, setting: Setting) -> bool:
         return rule.applies(setting) and not rule.applies(self._start)
 
-    def _cost(self, plan: RankPlan) -> tuple[int, float, int]:
-        return self._strength(plan.setting), self._time(plan).total, plan.peak
+    def _cost(self, plan: RankPlan) -> tuple[int, float, int, int]:
+        """Return what orders runs. Times are compared in microseconds, because sums of them round."""
+        return self._strength(plan.setting), round(self._time(plan).total, 6), plan.host_traffic, plan.peak
 
     def _time(self, plan: RankPlan) -> StepTime:
         return simulate(plan, self._cluster or CLUSTERS[REFERENCE[self._start.on_gpu]])
