@@ -338,8 +338,11 @@ class ShardLite(nn.Module):
         algorithm = self._context.reducing[0].algorithm
         route = f"transport={type(self._context.transport).__name__}, {algorithm=!s}"
         tree = "" if self._parts is None else f", order=tree, parts={self._parts.total}"
+        host = sum(any(flat.states is not None for flat in unit.flats) for unit in self._units)
+        states = f", states of {host} units in host memory" if host else ""
         kept = f", not in {self.precision.compute}: {some_of(self.kept_names)}" if self.kept_names else ""
-        return f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}{kept}"
+        facts = f"stage={self.stage}, ranks={self._context.world_size}, {route}{tree}, units={self.unit_names}"
+        return facts + states + kept
 
     @property
     def unit_names(self) -> list[str]:

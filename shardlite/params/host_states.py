@@ -119,7 +119,10 @@ def _release(unpin: Callable[[int], None], pointer: int, landed: list[Any]) -> N
 
 
 def near_cpus(device: torch.device, system: Path = Path("/sys")) -> set[int]:
-    """Return the CPUs of the NUMA node that `device` is attached to. Empty if the node is unknown."""
+    """Return the CPUs of the NUMA node that `device` is attached to. Empty if the node is unknown.
+
+    The files are those that `torch.numa.binding` reads to bind a process.
+    """
     try:
         place: Any = torch.cuda.get_device_properties(device)
         name = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"

@@ -36,6 +36,7 @@ from shardlite.comm.transport.shared_memory.heap import has_fixed_size, make_mem
 from shardlite.errors import CheckpointError
 from shardlite.model import ModelState, ShardLite
 from shardlite.params import ShardTensor
+from shardlite.wrapping import flats_of
 
 _ALIGN = 64
 """Alignment of tensors, in bytes."""
@@ -56,6 +57,8 @@ class Snapshot:
 
     def __init__(self, run: Run, rank: int) -> None:
         model, optimizer, extra = run
+        for flat in flats_of(ModelState(model).units):
+            flat.settle()
         found, state = [*_weights(model)], dict[str, dict[str, Any]]()
         states, groups = (optimizer.state, optimizer.param_groups) if optimizer is not None else ({}, [])
         for name, param in model.named_parameters():

@@ -11,6 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardlite import EMA, AdamW, LayoutError, ShardLite, WholeParameters
+from shardlite.checkpoint.contents import Run
+from shardlite.checkpoint.in_memory.snapshot import Snapshot
 from shardlite.optim import offload
 from shardlite.optim.adamw import load_entries
 from shardlite.params import ShardTensor
@@ -372,8 +374,16 @@ def test_memory_counts_states_by_where_they_are():
         assert layout.offloaded.copied == 3 * host, "each step copies each state once"
 
 
+@pytest.mark.parametrize("options", [{}, {"precision": SPLIT, "state": "int8"}], ids=str)
+def test_a_copy_in_memory_waits_for_states(options):
+    with trained(offload=True, clip=False, **options) as training:
+        snapshot = Snapshot(Run(training.model, training.optimizer, None), 0)
+        snapshot.copy_into(torch.empty(snapshot.nbytes, dtype=torch.uint8))
+
+
 def test_first_units_stay_on_the_gpu():
     with trained(offload=0.5) as training:
+        assert "states of 3 units in host memory" in repr(training.model)
         stays = [unit.flats[0].states is None for unit in training.model._units]
         assert stays == sorted(stays, reverse=True)
         assert 0 < sum(stays) < len(stays)
@@ -422,3 +432,10 @@ def test_an_interrupt_leaves_weights_and_states_of_the_same_steps():
         training.step(2)
         gc.collect()
     assert_no_race(gpu)
+
+
+def test_bytes_below_the_smallest_unit_are_refused_before_memory_is_allocated():
+    gpu = Gpu(1)
+    with gpu.ranks(WORLD_SIZE), pytest.raises(ValueError, match="the smallest unit has"):
+        Training(offload=1)
+    assert not gpu.calls["bytes pinned"]
