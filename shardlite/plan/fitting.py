@@ -318,6 +318,7 @@ class _Search:
     def __init__(
         self, planner: Planner, start: Setting, nbytes: int, keep: frozenset[str], cluster: Cluster | None
     ) -> None:
+        keep |= {"precision"} if planner.is_double else frozenset()  # `ShardLite` would refuse to narrow the weights
         self._planner, self._nbytes, self._keep, self._cluster = planner, nbytes, keep, cluster
         self._start = replace(start, rows=start.rows or planner.source.rows())
         assert self._start.rows is not None

@@ -158,6 +158,7 @@ class Planner:
         validate.check_module(self._module, Precision(), wrapper=_Nothing)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
+        self.is_double = any(param.dtype == torch.float64 for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())

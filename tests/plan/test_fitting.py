@@ -134,6 +134,19 @@ def test_what_does_not_fit_is_named_with_what_is_smallest(planner):
         search(planner, Setting(world_size=2, rows=ROWS), 2_000)
 
 
+def test_weights_in_fp64_are_not_narrowed(group):
+    """`ShardLite` refuses to gather them in bf16."""
+
+    def double() -> nn.Module:
+        return Chain((nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(4)), end=torch.sum)
+
+    planner = Planner(Source("double", double, lambda: (rows().double(),), "4 rows"))
+    with pytest.raises(LayoutError, match=r"keep=\['precision'\]"):
+        search(planner, Setting(world_size=2, rows=ROWS), 20_000)
+    with pytest.raises(LayoutError, match="would lose its precision"):
+        ShardLite(double(), group=group, precision=Precision(compute=torch.bfloat16))
+
+
 # ---- `shardlite.fit` ------------------------------------------------------------------------------------------------
 
 
