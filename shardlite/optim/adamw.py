@@ -230,8 +230,7 @@ class AdamW(Optimizer):
         active: dict[StepCounts, list[int]] = {}
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
-        for counts, rows in active.items():
-            counts.begin_step(self.param_groups, rows, amp)
+        layout.begin_step(self.param_groups, active, amp)
         later = [] if layout.offloaded is None else [slot for slot in slots if slot.later]
         self._update(layout, [slot for slot in slots if not slot.later] if later else slots, amp)
         if later:

@@ -159,8 +159,7 @@ class InBackwardSteps:
             optimizer = self._optimizer()
             assert optimizer is not None, "an optimizer lives while its backward runs"
             layout = self._create_states(optimizer)
-            for counts in layout.counts:
-                counts.begin_step(optimizer.param_groups, [], Amp())
+            layout.begin_step(optimizer.param_groups, dict.fromkeys(layout.counts, ()), Amp())
             self._layout = layout
         self._done.update(params)
         return self._layout

@@ -33,7 +33,7 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, State, use_triton
 from shardlite_kernels.moments import decode, encode
 from torch import Tensor
 
-from shardlite.optim.counts import DeviceCounts, Group, HostCounts, RunSlice, StepCounts
+from shardlite.optim.counts import Amp, DeviceCounts, Group, HostCounts, RunSlice, StepCounts
 from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, ShardInfo, as_real, round_up
 from shardlite.params.layout import PADDED, is_padded
@@ -96,6 +96,13 @@ class OptimizerLayout:
             if not given or not all(map(is_, map(given.get, views), views.values())):
                 slot.adopt(given, states)
 
+    def begin_step(self, groups: Sequence[Group], active: Mapping[StepCounts, Sequence[int]], amp: Amp) -> None:
+        """Prepare a step of the rows `active` of each count."""
+        for counts, rows in active.items():
+            counts.begin_step(groups, rows, amp)
+        if self.offloaded is not None:
+            self.offloaded.begin_step()
+
     @contextmanager
     def beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
         """Step `slots`, all of which are `later`, inside the block on a stream that the next forward runs beside."""
@@ -137,11 +144,13 @@ class OptimizerLayout:
             ends = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
             self._runs[later] = known = arrangement, ends
         for run in known[1]:
-            for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
-                for start, chunk in self.on_device(run.first.arena, elements):
-                    yield run.first.counts, chunk, grad[start : start + chunk.state.param.numel()]
-            if later and run.first.arena.states is not None:
-                run.first.arena.states.record_step()
+            try:
+                for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
+                    for start, chunk in self.on_device(run.first.arena, elements):
+                        yield run.first.counts, chunk, grad[start : start + chunk.state.param.numel()]
+            finally:  # also after an interrupt, which may have changed weights
+                if later and run.first.arena.states is not None:
+                    run.first.arena.states.record_step()
         # The kernels wrote through views, which have separate version counters.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
 
@@ -234,11 +243,19 @@ class Arena:
         coded = moments == "int8"
         dtype = param.dtype.to_real() if moments == "fp32" and slots[0].part.low is None else FORMATS[moments]
         self.states, self._device = slots[0].part.states, param.device
-        zeros = partial(torch.zeros, device=param.device) if self.states is None else self.states.zeros
-        self.avg = zeros(numel, dtype=dtype)
-        self.sq = zeros(numel, dtype=torch.uint8 if coded else dtype)
-        groups = numel // SCALE_BLOCK
-        self.exponents = zeros(2 * groups if coded else 0, dtype=torch.uint8).view(2 if coded else 0, groups)
+        kinds = [
+            (numel, dtype),
+            (numel, torch.uint8 if coded else dtype),
+            (2 * numel // SCALE_BLOCK * coded, torch.uint8),
+        ]
+        if self.states is None:
+            memory = [torch.zeros(length, dtype=kind, device=param.device) for length, kind in kinds]
+        else:
+            nbytes = [length * kind.itemsize for length, kind in kinds]
+            block = self.states.zeros(sum(nbytes), torch.uint8)
+            memory = [each.view(kind) for each, (_, kind) in zip(torch.split(block, nbytes), kinds, strict=True)]
+        self.avg, self.sq, exponents = memory
+        self.exponents = exponents.view(2 * coded, numel // SCALE_BLOCK)
         self._slices: dict[tuple[int, int, int], RunSlice] = {}
 
     @property

@@ -76,8 +76,14 @@ class OffloadedSteps:
         self.copied = 0
         """Bytes of states that were copied to the GPU so far. As many were copied back."""
 
+        self._landed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         for each in islice(self._buffers, BUFFERS):
             each.free.record(self._down)
+
+    def begin_step(self) -> None:
+        """Prepare a step: states are copied to the GPU after those of earlier steps have been copied back."""
+        self._landed.record(self._down)
+        self._landed.wait(self._up)
 
     def chunks(self, states: HostStates, elements: RunSlice) -> Iterator[tuple[int, RunSlice]]:
         """Yield chunks of `elements` on the GPU, each with its first index. The current stream may step them.
@@ -100,7 +106,6 @@ class OffloadedSteps:
         state = _placed(part, buffer.memory, size)
         with torch.cuda.stream(self._up):
             buffer.free.wait()
-            states.wait_for_copies()
             for there, here in zip(stored(state), stored(part), strict=True):
                 there.copy_(here, non_blocking=True)
                 self.copied += here.nbytes

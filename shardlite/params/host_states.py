@@ -10,8 +10,9 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from mmap import PAGESIZE
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class HostStates:
             ctypes.memset(memory.data_ptr(), 0, nbytes)
         if numel:
             pin(memory, self.device)
-            weakref.finalize(memory.untyped_storage(), _release, memory.data_ptr(), self._landed).atexit = False
+            release = partial(_release, unpin, memory.data_ptr(), self._landed)
+            weakref.finalize(memory.untyped_storage(), release).atexit = False
         return memory.view(dtype)
 
     def record_step(self) -> None:
@@ -110,7 +112,7 @@ def unpin(pointer: int) -> None:
     driver.cudaHostUnregister(pointer)
 
 
-def _release(pointer: int, landed: list[Any]) -> None:
+def _release(unpin: Callable[[int], None], pointer: int, landed: list[Any]) -> None:
     for event in landed:
         event.synchronize()
     unpin(pointer)
