@@ -11,9 +11,11 @@ from torch import nn
 
 from shardlite.config import Offload, Precision, offload_of
 from shardlite.params import round_up
+from shardlite.params.host_states import OFFLOADED
 from shardlite.plan import CARDS, CLUSTERS, Event, Kind, Planner, RankPlan, Setting, Source, simulate
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import timeline_of
+from shardlite.telemetry import not_on
 from shardlite.wrapping import Options, plan_units
 from tests.comm.streams.programs import WORLD_SIZE, Block, Training
 from tests.comm.streams.programs import net as net_of_blocks
@@ -168,6 +170,11 @@ def test_a_simulated_gpu_holds_and_copies_what_is_planned(how):
         assert copied == 3 * sum(unit.offloaded for unit in budget.units)
         del training
         gc.collect()
+
+
+def test_states_on_the_host_are_not_in_the_memory_of_the_gpu():
+    assert OFFLOADED in not_on(torch.device("cuda"))
+    assert "offload buffers" not in not_on(torch.device("cuda"))
 
 
 def test_a_cpu_offloads_nothing(planner):
