@@ -45,8 +45,8 @@ def is_split(how: dict[str, Any]) -> bool:
 
 
 def pages(how: dict[str, Any]) -> int:
-    """Bytes by which the tensors of a unit's arena are longer: two moments, exponents, and low bits if there are."""
-    return (3 + is_split(how)) * PAGESIZE
+    """Bytes by which host memory is longer: a page for the moments of a unit, and one for low bits if there are."""
+    return (1 + is_split(how)) * PAGESIZE
 
 
 def both(planner: Planner, setting: Setting) -> tuple[RankPlan, RankPlan]:
@@ -89,7 +89,7 @@ def test_a_unit_with_two_dtypes_has_two_arenas():
     split, kept = 3 * BLOCK // 2 * 9, BLOCK // 2 * 8
     assert [unit.offloaded for unit in budget.units] == [split + kept]
     assert budget.held["offload buffers"] == 4 * split
-    assert budget.host_nbytes == split + kept + (4 + 3) * PAGESIZE
+    assert budget.host_nbytes == split + kept + (2 + 1) * PAGESIZE
 
 
 def test_low_bits_take_their_gaps_along_and_are_not_copied_there():
