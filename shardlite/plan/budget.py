@@ -37,9 +37,6 @@ _COUNT_NBYTES = 4
 _BUFFER_ALIGN = 512
 """Alignment of the buffers through which a GPU copies offloaded states, in bytes."""
 
-_ARENA_TENSORS = 3
-"""Tensors of an arena: two moments, and their exponents. In host memory, each begins at a page of its own."""
-
 HELD = ("parameters", "optimizer state", "offload buffers", "buffers", "staging", "chunks of a step")
 """The purposes of the memory that a rank holds from step to step."""
 
@@ -166,7 +163,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         permanent=placement.permanent,
         single_rank=placement.single_rank,
         temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
-        host_nbytes=sum(arenas) + _ARENA_TENSORS * PAGESIZE * len(arenas) + sum(map(_low_gaps, flats)),
+        host_nbytes=sum(arenas) + PAGESIZE * len(arenas) + sum(map(_low_gaps, flats)),
     )
 
 

@@ -11,9 +11,11 @@ from torch import nn
 
 from shardlite.config import Offload, Precision, offload_of
 from shardlite.params import round_up
+from shardlite.params.host_states import OFFLOADED
 from shardlite.plan import CARDS, CLUSTERS, Event, Kind, Planner, RankPlan, Setting, Source, simulate
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import timeline_of
+from shardlite.telemetry import not_on
 from shardlite.wrapping import Options, plan_units
 from tests.comm.streams.programs import WORLD_SIZE, Block, Training
 from tests.comm.streams.programs import net as net_of_blocks
@@ -43,8 +45,8 @@ def is_split(how: dict[str, Any]) -> bool:
 
 
 def pages(how: dict[str, Any]) -> int:
-    """Bytes by which the tensors of a unit's arena are longer: two moments, exponents, and low bits if there are."""
-    return (3 + is_split(how)) * PAGESIZE
+    """Bytes by which host memory is longer: a page for the moments of a unit, and one for low bits if there are."""
+    return (1 + is_split(how)) * PAGESIZE
 
 
 def both(planner: Planner, setting: Setting) -> tuple[RankPlan, RankPlan]:
@@ -87,7 +89,7 @@ def test_a_unit_with_two_dtypes_has_two_arenas():
     split, kept = 3 * BLOCK // 2 * 9, BLOCK // 2 * 8
     assert [unit.offloaded for unit in budget.units] == [split + kept]
     assert budget.held["offload buffers"] == 4 * split
-    assert budget.host_nbytes == split + kept + (4 + 3) * PAGESIZE
+    assert budget.host_nbytes == split + kept + (2 + 1) * PAGESIZE
 
 
 def test_low_bits_take_their_gaps_along_and_are_not_copied_there():
@@ -168,6 +170,11 @@ def test_a_simulated_gpu_holds_and_copies_what_is_planned(how):
         assert copied == 3 * sum(unit.offloaded for unit in budget.units)
         del training
         gc.collect()
+
+
+def test_states_on_the_host_are_not_in_the_memory_of_the_gpu():
+    assert OFFLOADED in not_on(torch.device("cuda"))
+    assert "offload buffers" not in not_on(torch.device("cuda"))
 
 
 def test_a_cpu_offloads_nothing(planner):

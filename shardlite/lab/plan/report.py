@@ -158,7 +158,7 @@ def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None
         row["fits"] = "yes" if plan.peak <= card else "no"
     row["sent/step"] = _gb(plan.sent_by_gathers + plan.sent_by_reductions)
     if plan.setting.offload is not None:
-        row["on host"], row["up/step"], row["down/step"] = map(_gb, (plan.host_nbytes, *[plan.host_traffic] * 2))
+        row["on host"], row["each way/step"] = _gb(plan.host_nbytes), _gb(plan.host_traffic)
     if cluster is not None:
         step = simulate(plan, cluster)
         weak = next(each.weak for each in group.curve if each.world_size == plan.setting.world_size)
