@@ -25,7 +25,11 @@ from shardlite.lab.table import RESULTS, markdown_table
 
 _COLUMNS = ("suite", "status", "seconds", "rows")
 
-_PAGES = (("-m", "bench.scale", "--figure", "docs/scale.svg"), ("-m", "tests.support.markdown"))
+_PAGES = (
+    ("-m", "bench.scale", "--figure", "docs/scale.svg"),
+    ("-m", "bench.fit_picture"),
+    ("-m", "tests.support.markdown"),
+)
 """Commands that regenerate the pictures and the tables of the pages."""
 
 

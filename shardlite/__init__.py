@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardlite.model import ShardLite
     from shardlite.optim import AdamW
     from shardlite.optimizers import WholeParameters
+    from shardlite.plan import fit
 
 __all__ = [
     "AdamW",
@@ -52,6 +53,7 @@ __all__ = [
     "ShardWarning",
     "WholeParameters",
     "async_save",
+    "fit",
     "full_optimizer_state",
     "load",
     "load_optimizer_state",
@@ -74,6 +76,7 @@ _LATE = {
     "EMA": "shardlite.ema",
     "ShardLite": "shardlite.model",
     "WholeParameters": "shardlite.optimizers",
+    "fit": "shardlite.plan",
     "verify": "shardlite.lab.verify.verify",
 }
 """The module that defines each name."""

@@ -218,6 +218,11 @@ class Offload:
     resident: int | None = None
     """Bytes of states that may stay on the GPU, instead of a share."""
 
+    @property
+    def argument(self) -> bool | float:
+        """The argument `offload` of `ShardLite`."""
+        return self.resident if self.resident is not None else self.share == 1 or self.share
+
     def chooses(self, nbytes: Sequence[int]) -> list[bool]:
         """Return whether the states of each unit are offloaded, given their bytes in the order of first use.
 

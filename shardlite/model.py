@@ -667,6 +667,8 @@ class ShardLite(nn.Module):
         - `gradient buckets`: gradients of this rank before they are reduced
         - `gradients`: gradient shards, or full gradients at stages 0 and 1
         - `optimizer state`: the state of all optimizers that have stepped the model
+        - `offloaded state`: with `offload`, moments and low bits of split weights in pinned host memory
+        - `offload buffers`: with `offload`, memory on the GPU through which offloaded states are copied
         - `whole parameters`: weights, gradients and updates that this rank owns, during a step of `WholeParameters`
         - `averages`: the averages of `EMA`
         - `buffers`: the module's buffers

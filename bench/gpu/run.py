@@ -98,6 +98,7 @@ PROBES = (
     Probe("compiled", "training", 40),
     Probe("pair", "pair", 45),
     Probe("graphs", "graphs", 150, "asked"),
+    Probe("offload", "offload", 300, "asked"),
     Probe("links", "several.links", 45, "several"),
     *(Probe(name, "several.steps", 35, "several") for name in ("fsdp2", "exact", "fast", "in_backward")),
     *(Probe(name, "several.steps", 35, "several") for name in ("captured", "ddp")),
@@ -125,9 +126,10 @@ NO_GPU = 3
 """Exit status of a probe on a machine without a GPU."""
 
 
-def probes_on(ranks: int) -> list[Probe]:
-    """Return the probes of a run on `ranks` GPUs."""
-    return [probe for probe in PROBES if probe.on in ("any", "one" if ranks == 1 else "several")]
+def probes_on(ranks: int, asked: Sequence[str] = ()) -> list[Probe]:
+    """Return the probes of a run on `ranks` GPUs, with those that only run if they are `asked` for by name."""
+    kinds = ("any", "one") if ranks == 1 else ("any", "several")
+    return [each for each in PROBES if each.on in kinds or (ranks == 1 and each.on == "asked" and each.name in asked)]
 
 
 def marks(ranks: int, *, dry: bool) -> Row:
@@ -156,7 +158,7 @@ def run(names: Sequence[str], folder: Path, *, dry: bool, ranks: int = 1, comman
     with log.open("w") as output:
         warm_up = start_group(*_command(WARM_UP, rows, output, options), output)
         try:
-            for probe in probes_on(ranks):
+            for probe in probes_on(ranks, names):
                 if probe.name not in names:
                     continue
                 if probe.name not in BESIDE_WARM_UP:
@@ -320,7 +322,7 @@ def _wrong(ranks: int, only: Sequence[str], *, dry: bool) -> str:
     """Return why this machine cannot run these probes on so many GPUs, or an empty string."""
     if not 1 <= ranks <= MOST_RANKS:
         return f"--ranks {ranks}: pass the number of GPUs of this machine to use, from 2 to {MOST_RANKS}"
-    if others := {*only} - {probe.name for probe in probes_on(ranks)}:
+    if others := {*only} - {probe.name for probe in probes_on(ranks, only)}:
         instead = "pass --ranks N for a number of GPUs" if ranks == 1 else "leave --ranks out for those of one GPU"
         return f"--only {' '.join(sorted(others))}: not a probe of a run with --ranks {ranks}; {instead}"
     if ranks == 1 or dry:

@@ -6,9 +6,9 @@ command, as `module:name` inside `shardlite`.
 
 import json
 import sys
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
@@ -34,8 +34,28 @@ def _names(value: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, value.split(","))))
 
 
+def _offload(value: str) -> bool | int | float:
+    """Return the argument `offload` of `ShardLite` for a value: `true`, a share, or an amount such as `4GB`.
+
+    Raises:
+        ArgumentTypeError: the value is none of these.
+    """
+    from shardlite.plan import nbytes_of
+
+    if value.lower() == "true":
+        return True
+    if (nbytes := nbytes_of(value)) is not None:
+        return nbytes
+    with suppress(ValueError):
+        if 0 <= float(value) <= 1:
+            return float(value)
+    raise ArgumentTypeError(
+        f"{value!r} is neither true, nor a share of the states (0.5), nor an amount that stays on the GPU (4GB)"
+    )
+
+
 _NAMED = {
-    **{"int": int, "float": float, "path": Path, "names": _names},
+    **{"int": int, "float": float, "path": Path, "names": _names, "offload": _offload},
     **{"switch": BooleanOptionalAction, "hidden": SUPPRESS},
 }
 """The Python objects for the names that `options.json` uses."""

@@ -7,9 +7,11 @@ parameters of one kind in a unit.
 Legend: `W` ranks that share a model, `S` elements per shard; a full buffer has `W*S` elements.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from mmap import PAGESIZE
 
 import torch
 from shardlite_kernels import SCALE_BLOCK
@@ -18,6 +20,7 @@ from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
 from shardlite.grads.policy import mean_stays
+from shardlite.optim.offload import BUFFERS, CHUNK_NBYTES
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Plan, build_units, placement_of
 from shardlite.wrapping.allocate import Placement
@@ -31,7 +34,10 @@ _NARROW_SLOTS = torch.iinfo(torch.int16).max
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
 
-HELD = ("parameters", "optimizer state", "buffers", "staging", "chunks of a step")
+_BUFFER_ALIGN = 512
+"""Alignment of the buffers through which a GPU copies offloaded states, in bytes."""
+
+HELD = ("parameters", "optimizer state", "offload buffers", "buffers", "staging", "chunks of a step")
 """The purposes of the memory that a rank holds from step to step."""
 
 
@@ -72,6 +78,11 @@ class FlatBudget:
     sent: int
     """Bytes that this rank sends in one reduction."""
 
+    @property
+    def gradient(self) -> int:
+        """Bytes of the reduced gradient, if the step is not in the backward."""
+        return self.mean or self.bucket
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnitBudget:
@@ -99,6 +110,9 @@ class UnitBudget:
     step: int
     """Bytes that the optimizer reads and writes to step this rank's shards."""
 
+    offloaded: int
+    """Bytes of optimizer states that a step copies from host memory to the GPU, and back."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
@@ -118,15 +132,26 @@ class Budget:
     temporaries: int
     """Bytes that are allocated and freed in the optimizer's step."""
 
+    host_nbytes: int
+    """Bytes of pinned host memory for offloaded states."""
+
+    @property
+    def waiting(self) -> dict[int, int]:
+        """The units whose step ends in the next forward, before they are used, with the bytes of their gradients."""
+        waiting = [(i, unit) for i, unit in enumerate(self.units) if unit.gathers and unit.offloaded]
+        return {i: sum(flat.gradient for flat in unit.flats) for i, unit in waiting if not self.recipe.in_backward}
+
 
 def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) -> Budget:
     """Return the budget of `rank`. `buffers` is the number of bytes of the module's buffers. Nothing is allocated."""
     placement = placement_of(plan, recipe.options, rank, recipe.world_size)
     units = build_units(plan._replace(device=_META), placement)
     flats = list(chain.from_iterable(unit.flats for unit in units))
+    arenas = _offloaded_arenas(flats, recipe)
     held = {
         "parameters": _storage_nbytes(flats),
         "optimizer state": sum(_state_nbytes(flats, recipe)),
+        "offload buffers": BUFFERS * min(round_up(max(arenas, default=0), _BUFFER_ALIGN), CHUNK_NBYTES),
         "buffers": buffers,
         "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.trainable_slots), default=0),
         "chunks of a step": 0 if recipe.on_gpu else _chunk_nbytes(flats, recipe),
@@ -138,6 +163,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         permanent=placement.permanent,
         single_rank=placement.single_rank,
         temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
+        host_nbytes=sum(arenas) + PAGESIZE * len(arenas) + sum(map(_low_gaps, flats)),
     )
 
 
@@ -153,6 +179,7 @@ def _unit_budget(unit: Unit, recipe: Recipe, placement: Placement) -> UnitBudget
         flats=[_flat_budget(flat, recipe) for flat in unit.trainable],
         params=sum(len(flat.trainable_slots) for flat in unit.trainable),
         step=sum(_step_nbytes(flat, recipe) for flat in unit.trainable),
+        offloaded=sum(_offloaded_nbytes(flat, recipe) for flat in unit.trainable if flat.states),
     )
 
 
@@ -194,9 +221,10 @@ def _staging_nbytes(flat: Flat, recipe: Recipe) -> int:
 
 
 def _storage_nbytes(flats: Iterable[Flat]) -> int:
-    """Return the bytes of the flats' memory. Each storage counts once."""
-    tensors = [each for flat in flats for each in (flat.local, flat.low, flat.full) if each is not None]
-    return sum({storage_key(each): each.untyped_storage().nbytes() for each in tensors}.values())
+    """Return the bytes of the flats' memory on the model's device. Each storage counts once."""
+    tensors = [(flat.local, flat.full, flat.low if flat.states is None else None) for flat in flats]
+    kept = (each for each in chain.from_iterable(tensors) if each is not None)
+    return sum({storage_key(each): each.untyped_storage().nbytes() for each in kept}.values())
 
 
 def _own_numel(flat: Flat) -> int:
@@ -207,13 +235,16 @@ def _own_numel(flat: Flat) -> int:
 
 
 def _state_nbytes(flats: Sequence[Flat], recipe: Recipe) -> Iterable[int]:
-    """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts."""
+    """Yield the bytes of moments, of the tables that GPU kernels and narrow moments need, and of step counts.
+
+    Moments in host memory are left out.
+    """
     trained = [flat for flat in flats if flat.layout.trainable]
     slots = sum(len(flat.layout.slots) for flat in trained)
     wide = torch.int16.itemsize if slots <= _NARROW_SLOTS else torch.int32.itemsize
     for flat in trained:
         numel = _own_numel(flat)
-        yield moment_nbytes(numel, flat.master, recipe.state)
+        yield moment_nbytes(numel, flat.master, recipe.state) if flat.states is None else 0
         if recipe.on_gpu or recipe.state != "fp32":
             yield numel // SCALE_BLOCK * wide
     yield slots * _COUNT_NBYTES
@@ -224,6 +255,26 @@ def _step_nbytes(flat: Flat, recipe: Recipe) -> int:
     numel = _own_numel(flat)
     weights = sum(each.nbytes for each in (flat.local, flat.low) if each is not None)
     return 2 * (weights + moment_nbytes(numel, flat.master, recipe.state)) + numel * flat.master.to_real().itemsize
+
+
+def _offloaded_nbytes(flat: Flat, recipe: Recipe) -> int:
+    """Return the bytes of a flat's states: both moments, and the low bits of split weights."""
+    numel = _own_numel(flat)
+    return moment_nbytes(numel, flat.master, recipe.state) + (flat.low is not None) * numel
+
+
+def _offloaded_arenas(flats: Sequence[Flat], recipe: Recipe) -> Sequence[int]:
+    """Return the bytes of the states in each arena in host memory. A unit has an arena for each dtype of weights."""
+    arenas = Counter[tuple[int, torch.dtype]]()
+    for flat in flats:
+        if flat.states is not None and flat.layout.trainable:
+            arenas[id(flat.states), flat.layout.dtype] += _offloaded_nbytes(flat, recipe)
+    return [*arenas.values()]
+
+
+def _low_gaps(flat: Flat) -> int:
+    """Return the bytes in host memory around a flat's low bits: these are laid out like the weights, with all gaps."""
+    return 0 if flat.states is None or flat.low is None else flat.low.nbytes - _own_numel(flat) + PAGESIZE
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

@@ -95,6 +95,8 @@ class Card:
     """Measured rate of a training step as a fraction of `narrow`. The same fraction of `wide` is assumed."""
 
     source: str
+    host: float = 0.0
+    """Bytes per second from pinned host memory to the card, and as many back at the same time. 0 for a CPU."""
 
     def flops(self, *, narrow: bool) -> float:
         """Return the expected operations per second of a training step."""
@@ -191,15 +193,23 @@ CARDS = {name: Card(name=name, **figures) for name, figures in HARDWARE["cards"]
 CLUSTERS = {name: _cluster(name, **figures) for name, figures in HARDWARE["clusters"].items()}
 
 
-def memory_of(card: str) -> int:
+def memory_of(card: str, name: str = "--card") -> int:
     """Return the bytes of memory of a card (`H100`), or the bytes of an amount (`80GB`, `24GiB`).
+
+    `name` is that of the option, for errors.
 
     Raises:
         ValueError: `card` is neither a known name nor an amount above 0.
     """
-    if card in CARDS:
-        return CARDS[card].nbytes
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", card)
-    if found is None or float(found[1]) == 0:
-        raise ValueError(f"--card {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+    nbytes = CARDS[card].nbytes if card in CARDS else nbytes_of(card)
+    if not nbytes:
+        raise ValueError(f"{name} {card!r} is neither an amount (80GB, 24GiB) nor one of {', '.join(CARDS)}")
+    return nbytes
+
+
+def nbytes_of(amount: str) -> int | None:
+    """Return the bytes of an amount (`80GB`, `24GiB`), or `None` if `amount` is not one."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i)?)?B", amount)
+    if found is None:
+        return None
     return round(float(found[1]) * (1024.0 if found[3] else 1000.0) ** " KMGT".index(found[2] or " "))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardlite.config import MemoryLimit
+from shardlite.config import MemoryLimit, Offload
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import ACTIVATIONS, StepTimeline, plain_events, timeline_of
@@ -69,7 +69,9 @@ def _variants(asked: Recipe) -> Iterator[tuple[str, Recipe]]:
     if options.precision.master != "split24":
         words = 'Precision(compute=torch.bfloat16, master="split24")'
         yield words, replace(asked, options=replace(options, precision=compact))
-    all_options = replace(options, stage=3, precision=compact)
+    if asked.on_gpu and options.offload != Offload():
+        yield "offload=True", replace(asked, options=replace(options, offload=Offload()))
+    all_options = replace(options, stage=3, precision=compact, offload=Offload() if asked.on_gpu else None)
     yield "all of these, at stage 3", replace(asked, options=all_options, state="int8", in_backward=True)
 
 
@@ -85,7 +87,9 @@ def _with_more_ranks(module: nn.Module, asked: Recipe, limit: MemoryLimit) -> It
 
 def _timeline(module: nn.Module, recipe: Recipe, plan: Plan | None = None) -> StepTimeline:
     """Return the timeline of a step without activations."""
-    plan = plan or plan_units(module, recipe.options, recipe.world_size, recipe.device)
+    limit = recipe.options.memory_limit and replace(recipe.options.memory_limit, state=recipe.state)  # type: ignore[arg-type]
+    options = replace(recipe.options, memory_limit=limit)  # offloaded units depend on the format of the moments
+    plan = plan or plan_units(module, options, recipe.world_size, recipe.device)
     budget = budget_of(plan, recipe, buffers=sum(each.nbytes for each in module.buffers()))
     return timeline_of(budget, list(plain_events(budget)))
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite.config import Keep, Precision
+from shardlite.config import Keep, Offload, Precision
 from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Budget, Recipe, budget_of
@@ -45,6 +45,18 @@ class Setting:
     checkpoint: bool = False
     """Whether the backward recomputes each repeated block."""
 
+    rows: int | None = None
+    """Rows of a micro-batch. `None`: those of the source's batch."""
+
+    accumulate: int = 1
+    """Number of micro-batches in a step."""
+
+    sharded: bool = False
+    """Whether each micro-batch reduces its gradients (`no_sync(sharded=True)`), instead of only the last one."""
+
+    offload: Offload | None = None
+    """Which optimizer states are kept in host memory. Ignored on CPUs."""
+
     on_gpu: bool = True
     hierarchical: bool = False
     """Whether gradients are first reduced inside each node, so that fewer bytes cross nodes. The total of the sent
@@ -60,6 +72,7 @@ class Setting:
                 precision=self.precision,
                 prefetch=self.prefetch,
                 reshard_after_forward=self.reshard_after_forward,
+                offload=self.offload if self.on_gpu else None,
             ),
             world_size=self.world_size,
             device=torch.device("cuda" if self.on_gpu else "cpu"),
@@ -82,7 +95,7 @@ class RankPlan:
     @cached_property
     def prompt(self) -> StepTimeline:
         """The step if each reduction ends before the next gradient. Its bytes are lower bounds."""
-        return timeline_of(self.budget, self.events, prompt=True)
+        return _timeline(self.setting, self.budget, self.events, prompt=True)
 
     @property
     def at_least(self) -> int:
@@ -103,6 +116,16 @@ class RankPlan:
     def activations(self) -> int:
         """Peak of the program's own tensors. All tensors together may peak at another moment."""
         return self.timeline.most.get(ACTIVATIONS, 0)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of pinned host memory for offloaded optimizer states."""
+        return self.budget.host_nbytes
+
+    @property
+    def host_traffic(self) -> int:
+        """Bytes of offloaded states that one step copies from host memory to the GPU. It copies as many bytes back."""
+        return sum(unit.offloaded for unit in self.budget.units)
 
     @property
     def sent_by_gathers(self) -> int:
@@ -135,16 +158,18 @@ class Planner:
         validate.check_module(self._module, Precision(), wrapper=_Nothing)
         self.numel = sum(param.numel() for param in self._module.parameters())
         self.weight_nbytes = sum(param.nbytes for param in self._module.parameters())
+        self.is_double = any(param.dtype == torch.float64 for param in self._module.parameters())
         self.trained_numels = [param.numel() for param in self._module.parameters() if param.requires_grad]
         self.trainable = sum(self.trained_numels)
         self._buffers = sum(each.untyped_storage().nbytes() for each in self._module.buffers())
+        self._budget = cache(self._budget_of)
         self.events = cache(self._trace)
-        """`events(compute, checkpoint, keep)` returns the events of one step."""
+        """`events(compute, checkpoint, keep, rows)` returns the events of the forward and backward of `rows`."""
 
     @property
     def unit_names(self) -> list[str]:
         """Names of the units."""
-        return [unit.name for unit in self._budget(Setting()).units]
+        return [unit.name for unit in self.budget(Setting()).units]
 
     def plan(self, setting: Setting) -> RankPlan:
         """Plan rank 0. No other rank holds more.
@@ -152,10 +177,17 @@ class Planner:
         Raises:
             SourceError: the model cannot be traced.
         """
+        budget, events = self.budget(setting), self.events_of(setting)
+        return RankPlan(setting, budget, _timeline(setting, budget, events), events)
+
+    def events_of(self, setting: Setting) -> Sequence[Event]:
+        """Return the events of the forward and backward of one micro-batch.
+
+        Raises:
+            SourceError: the model cannot be traced.
+        """
         precision = setting.precision
-        events = self.events(precision.compute, setting.checkpoint, precision.keep)  # type: ignore[arg-type]
-        budget = self._budget(setting)
-        return RankPlan(setting, budget, timeline_of(budget, events), events)
+        return self.events(precision.compute, setting.checkpoint, precision.keep, setting.rows)  # type: ignore[arg-type]
 
     def smallest_world(self, setting: Setting, nbytes: int) -> int | None:
         """Return the smallest number of ranks (at most 4096) with which a rank holds at most `nbytes`, or `None`."""
@@ -171,11 +203,24 @@ class Planner:
         """Return the units of a setting, and the layouts of their flats."""
         return plan_units(self._module, setting.recipe.options, setting.world_size, _META)
 
-    def _budget(self, setting: Setting) -> Budget:
+    def budget(self, setting: Setting) -> Budget:
+        """Return the bytes of a rank that do not depend on the batch. No step is traced."""
+        alike = {"rows": None, "accumulate": 1, "sharded": False, "checkpoint": False, "hierarchical": False}
+        return self._budget(replace(setting, **alike))  # type: ignore[arg-type]
+
+    @property
+    def recomputed_classes(self) -> list[str]:
+        """Names of the classes of the units that a run with checkpointing recomputes."""
+        return list(dict.fromkeys(type(plan.module).__name__ for plan in _repeated(self.units(Setting()).units)))
+
+    def _budget_of(self, setting: Setting) -> Budget:
         return budget_of(self.units(setting), setting.recipe, buffers=self._buffers)
 
-    def _trace(self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None) -> Sequence[Event]:
-        how = f"{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
+    def _trace(
+        self, compute: torch.dtype | None, recomputes: bool, keep: Keep = None, rows: int | None = None
+    ) -> Sequence[Event]:
+        size = "" if rows is None else f" of {rows} row{'s' * (rows > 1)}"
+        how = f"{size}{'' if compute is None else f' in {compute}'}{' with checkpointing' * recomputes}"
         self._progress(f"tracing a step{how}")
         module = self._make()
         dtypes = plan_units(module, Options(precision=Precision(compute=compute, keep=keep)), 2, _META).dtypes
@@ -188,7 +233,7 @@ class Planner:
         if recomputes:
             _checkpoint(plan.units)
         with self._faking(), torch.enable_grad():
-            return trace(module, units, plan.units, self.source.loss(module, dtypes.model))
+            return trace(module, units, plan.units, self.source.loss(module, dtypes.model, rows))
 
     def _make(self) -> nn.Module:
         with self._faking():
@@ -215,12 +260,20 @@ class Planner:
             ) from error
 
 
+def _timeline(setting: Setting, budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
+    return timeline_of(budget, events, prompt=prompt, accumulate=setting.accumulate, sharded=setting.sharded)
+
+
 def _checkpoint(plans: Sequence[UnitPlan]) -> None:
-    """Make the backward recompute each unit whose class occurs more than once."""
+    """Make the backward recompute the repeated units."""
+    for plan in _repeated(plans):
+        plan.module.__class__ = _recomputed(type(plan.module))  # type: ignore[arg-type]
+
+
+def _repeated(plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """Return the units whose class occurs more than once."""
     classes = [type(plan.module) for plan in plans]
-    for plan in plans:
-        if classes.count(kind := type(plan.module)) > 1:
-            plan.module.__class__ = _recomputed(kind)  # type: ignore[arg-type]
+    return [plan for plan in plans if classes.count(type(plan.module)) > 1]
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,12 +47,26 @@ class Source:
             model = self.make()
         return sum(param.numel() for param in model.parameters())
 
-    def loss(self, module: nn.Module, dtype: torch.dtype | None) -> Callable[[], Tensor]:
+    def rows(self) -> int:
+        """Return the number of rows of the batch: the first dimension of its first tensor.
+
+        Raises:
+            SourceError: the batch has no tensor with a dimension.
+        """
+        found = next((leaf for leaf in tree_leaves(self.batch()) if isinstance(leaf, Tensor) and leaf.ndim), None)
+        if found is None or len(found) == 0:
+            raise SourceError(f"the batch of {self.name} has no rows: its first tensor must have them as dimension 0")
+        return len(found)
+
+    def loss(self, module: nn.Module, dtype: torch.dtype | None, rows: int | None = None) -> Callable[[], Tensor]:
         """Return a function that calls `module` and returns the loss []. Floating-point inputs are cast to `dtype`.
 
-        The function holds the batch, as a program holds its batch until the next step.
+        The function holds the batch, as a program holds its batch until the next step. The batch has the given number
+        of rows: each tensor with as many rows as the first tensor of `batch()` is replaced by one of that many `rows`.
         """
         given = self.batch()
+        if rows is not None:
+            given = tree_map(partial(_with_rows, most=self.rows(), rows=rows), given)
         if dtype is not None:
             given = tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, given)
 
@@ -66,6 +81,12 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose weights ShardLite gathers together, by name: outer modules first, without the root."""
     plans = partition_module(model, None)
     return {plan.name: plan.module for plan in plans if plan.params and plan.module is not model}
+
+
+def _with_rows(leaf: Any, most: int, rows: int) -> Any:
+    """Return `rows` rows like those of a tensor of `most` rows. Other values are returned as they are."""
+    is_rows = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == most
+    return leaf.new_zeros(rows, *leaf.shape[1:]) if is_rows else leaf
 
 
 def _is_float(leaf: Any) -> bool:

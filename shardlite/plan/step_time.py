@@ -1,12 +1,15 @@
-"""Predict step time by an event simulation of one processor and one link.
+"""Predict step time by an event simulation of one processor, one link to other ranks, and one link to the host.
 
     computation   |  u1  |  u2  |wait| u3 ...      at the card's measured efficiency
     link          | gather u2 | gather u3 |  ...    one collective at a time, first started, first served
+    host          | u1 | u2 |  u3  | ...            offloaded states of one unit at a time, both ways at once
 
 Gathers and reductions overlap with the computation. The computation waits for a gather that has not ended, or for a
-free bucket. This waiting time is exposed communication. `shardlite.plan` gives the order of operations, and the cost
-model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers, and
-the slowdown of the computation by collectives.
+free bucket. This waiting time is exposed communication. Offloaded states are copied during the backward if the step is
+in the backward, and otherwise during the next forward, where a unit is gathered after its copies. The simulated step is
+one of many, so it begins with copies for the previous step. `shardlite.plan` gives the order of operations, and the
+cost model gives the times of collectives. The simulation ignores launches, operators that compute little, stragglers,
+and the slowdown of the computation by collectives and copies.
 
 Legend: `W` ranks.
 """
@@ -37,12 +40,15 @@ class StepTime:
     communication: float
     """All gathers and reductions, overlapped or not."""
 
+    host: float
+    """Copies of offloaded states in one direction, overlapped or not."""
+
     flops: float
     """Floating-point operations of this rank, not seconds."""
 
     @property
     def exposed(self) -> float:
-        """Seconds in which computation waits for communication."""
+        """Seconds in which computation waits for communication, or for copies of offloaded states."""
         return self.total - self.compute - self.update
 
 
@@ -54,10 +60,11 @@ def simulate(plan: RankPlan, cluster: Cluster, *, scale: float = 1.0) -> StepTim
         run.apply(action.name, action.unit, action.flops)
     flops = scale * sum(action.flops for action in plan.timeline.actions)
     return StepTime(
-        total=max(run.now, run.link_free),
+        total=max(run.now, run.link_free, run.host_free),
         compute=flops / rate,
         update=run.update,
         communication=run.communication,
+        host=sum(map(run.copy_seconds, plan.budget.units)),
         flops=flops,
     )
 
@@ -101,34 +108,61 @@ def scaling(one: RankPlan, plans: Sequence[RankPlan], cluster: Cluster) -> list[
 
 
 class _Run:
-    """A simulation in progress: the current time, and the time at which the link is free."""
+    """A simulation in progress: the current time, and the times at which the links are free."""
 
     def __init__(self, plan: RankPlan, cluster: Cluster, rate: float) -> None:
         self._plan, self._cluster, self._rate = plan, cluster, rate
         self._ranks = plan.setting.world_size
         self._gathered: dict[int, float] = {}
         self._reduced: dict[int, float] = {}
-        self.now = self.link_free = self.communication = self.update = 0.0
+        self.now = self.link_free = self.host_free = self.communication = self.update = 0.0
+        self._stepped: dict[int, float] = {}
+        if not plan.setting.in_backward:
+            for unit in dict.fromkeys(action.unit for action in plan.timeline.actions if action.name == "gather"):
+                self._stepped[unit] = self._copy(plan.budget.units[unit])
 
     def apply(self, name: str, unit: int, flops: float) -> None:
         """Apply one action."""
         if name == "compute":
             self.now += flops / self._rate
         elif name == "gather":
-            self._gathered[unit] = self._send(self._gather_seconds(self._plan.budget.units[unit]))
+            ready = self._stepped.get(unit, 0.0)
+            self._gathered[unit] = self._send(self._gather_seconds(self._plan.budget.units[unit]), ready)
         elif name == "need":
             self.now = max(self.now, self._gathered.get(unit, 0.0))
         elif name == "reduce":
             self._reduced[unit] = self._send(self._reduce_seconds(self._plan.budget.units[unit]))
+            if self._plan.setting.in_backward:
+                self._reduced[unit] = self._copy(self._plan.budget.units[unit], self._reduced[unit])
         elif name == "land":
             self.now = max(self.now, self._reduced[unit])
-        elif name == "step" and not self._plan.setting.in_backward:
-            self.update = sum(map(self._step_seconds, self._plan.budget.units))
-            self.now = max(self.now, self.link_free) + self.update
+        elif name == "step":
+            self._step()
 
-    def _send(self, seconds: float) -> float:
-        """Occupy the link as soon as it is free, and return the time at which the transfer ends."""
-        self.link_free = max(self.now, self.link_free) + seconds
+    def _step(self) -> None:
+        """Step the units that are not stepped in a backward, and copy those states that no forward copies."""
+        self.now = max(self.now, self.link_free)
+        done = self._reduced if self._plan.setting.in_backward else self._stepped
+        for unit, each in enumerate(self._plan.budget.units):
+            if unit not in done:
+                self._copy(each, self.now)
+        if not self._plan.setting.in_backward:
+            self.update = sum(map(self._step_seconds, self._plan.budget.units))
+        self.now = max(self.now + self.update, self.host_free)
+
+    def copy_seconds(self, unit: UnitBudget) -> float:
+        """Return the time to copy the offloaded states of a unit in one direction."""
+        return unit.offloaded / self._cluster.card.host if unit.offloaded else 0.0
+
+    def _copy(self, unit: UnitBudget, ready: float = 0.0) -> float:
+        """Occupy the link to the host when it is free and gradients are ready. Return the time at which copies end."""
+        if unit.offloaded:
+            ready = self.host_free = max(ready, self.host_free) + self.copy_seconds(unit)
+        return ready
+
+    def _send(self, seconds: float, ready: float = 0.0) -> float:
+        """Occupy the link once it is free and the data is ready, and return the time at which the transfer ends."""
+        self.link_free = max(self.now, self.link_free, ready) + seconds
         self.communication += seconds
         return self.link_free
 

@@ -91,14 +91,26 @@ class StepTimeline:
         return sum(self.peak.values())
 
 
-def timeline_of(budget: Budget, events: Sequence[Event], *, prompt: bool = False) -> StepTimeline:
-    """Replay the events of several steps, and return the timeline of the final step.
+def timeline_of(
+    budget: Budget,
+    events: Sequence[Event],
+    *,
+    prompt: bool = False,
+    accumulate: int = 1,
+    sharded: bool = False,
+) -> StepTimeline:
+    """Replay several steps, and return the timeline of the final step.
 
-    If `prompt` is set, each reduction ends before the next gradient. Otherwise each reduction ends when something must
-    wait for it.
+    Args:
+        budget: the bytes of the rank.
+        events: the events of the forward and backward of one micro-batch.
+        prompt: whether each reduction ends before the next gradient. By default each reduction ends when something must
+            wait for it.
+        accumulate: number of micro-batches in a step.
+        sharded: whether every micro-batch reduces its gradients, as in `no_sync(sharded=True)`.
     """
     timeline = _Timeline(budget, events, prompt)
-    return [timeline.simulate() for _ in range(_STEPS)][-1]
+    return [timeline.simulate(accumulate, sharded=sharded) for _ in range(_STEPS)][-1]
 
 
 def plain_events(budget: Budget) -> Iterator[Event]:
@@ -130,25 +142,44 @@ class _Weights:
         self._order = order
         self._saves_memory = recipe.saves_memory
         self._users = [0] * len(sizes)
+        self._full = [size.nbytes for size in sizes]
+        self._fresh: set[int] = set()
+        """Units that are unsharded since the previous micro-batch. Ranks gather them again, into memory that is freed
+        at once, because the gather order of a forward is the same in each micro-batch."""
+
+        self._again: list[int] = []  # units whose gathers in the order precede the next gather
+        self._taking = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, including spare buffers."""
-        return sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
+        held = sum(buffer.nbytes for buffer in (*self._policy.buffers.values(), *self._policy.spare()))
+        return held + self._taking
 
-    def begin_pass(self, *, backward: bool) -> None:
-        """Begin a pass. Units that were gathered ahead and never used become idle."""
+    def begin_pass(self, *, backward: bool, final: bool = False) -> Sequence[int]:
+        """Begin a pass, after which a step follows if it is `final`. Return units that the previous pass gathers again.
+
+        Units that were gathered ahead and never used become idle.
+        """
+        gathered = self._take_part()
+        self._fresh = set() if backward else set(self._policy.buffers)
         self._policy.begin_pass()
-        self._order.begin_pass("backward" if backward else "forward", final=backward)
+        kind = f"backward{' before a step' if final else ''}" if backward else "forward"
+        self._order.begin_pass(kind, final=final)
         for unit in [each for each in self._policy.buffers if each not in self._policy.idle]:
             if self._users[unit] == 0:
                 self._end_use(unit)
         if backward and self._saves_memory:
             self._evict_all(self._policy.stop_prefetching())
+        return gathered
 
     def enter(self, unit: int) -> list[int]:
         """Begin a use of a unit. Return the units to gather: this unit if necessary, and units to prefetch."""
-        gathered = []
+        gathered: list[int] = []
+        self._taking = 0
+        if unit in self._fresh:
+            self._fresh.remove(unit)
+            self._again.append(unit)
         if self._users[unit] == 0:
             if unit not in self._policy.buffers:
                 gathered.append(self._gather(unit, self._policy.victim_for(unit)))
@@ -157,18 +188,26 @@ class _Weights:
                 if each not in self._policy.buffers and (victim := self._policy.victim_for(each, upcoming)) != NO_ROOM:
                     gathered.append(self._gather(each, victim))
         self._users[unit] += 1
-        return gathered
+        return [*self._take_part(), *gathered] if gathered else gathered
+
+    def _take_part(self) -> list[int]:
+        """Return units that were to be gathered again, and count the memory for the largest of them."""
+        again, self._again = self._again, []
+        self._taking = max((self._full[unit] for unit in again), default=0)
+        return again
 
     def leave(self, unit: int) -> None:
         """End a use of a unit."""
+        self._taking = 0
         self._users[unit] -= 1
         if self._users[unit] == 0:
             self._end_use(unit)
 
-    def end_backward(self) -> None:
-        """Evict all units, because the optimizer changes the weights."""
+    def end_backward(self, *, final: bool) -> None:
+        """End a backward. If it is `final`, evict all units, because the optimizer changes the weights."""
         self._order.end_path()
-        self._evict_all(list(self._policy.buffers))
+        if final:
+            self._evict_all(list(self._policy.buffers))
 
     def _end_use(self, unit: int) -> None:
         self._evict_all(self._policy.end_use(unit, is_done=self._policy.is_done(unit)))
@@ -189,11 +228,28 @@ def _without_memory(nbytes: int, kept: bool) -> Buffer:
 
 
 class _Grads:
-    """The buckets and gradients of a step. This class calls `record` after each change of their bytes."""
+    """The buckets and gradients of a backward. This class calls `record` after each change of their bytes."""
 
     def __init__(
-        self, budget: Budget, order: Sequence[int], prompt: bool, record: Callable[[Action | None], None]
+        self,
+        budget: Budget,
+        order: Sequence[int],
+        prompt: bool,
+        record: Callable[[Action | None], None],
+        *,
+        reduces: bool = True,
+        earlier: "_Grads | None" = None,
     ) -> None:
+        """Initialize before the first gradient.
+
+        Args:
+            budget: the bytes of the rank.
+            order: the units in the order of their reductions.
+            prompt: whether each reduction ends before the next gradient.
+            record: function that is called with each operation, and with `None` after other changes.
+            reduces: whether gradients are reduced. Otherwise they stay in their buckets.
+            earlier: the backward of the previous micro-batch of this step.
+        """
         recipe = budget.recipe
         self._prompt = prompt
         self._units, self._order, self._record = budget.units, order, record
@@ -201,9 +257,12 @@ class _Grads:
         self._saves_memory = recipe.saves_memory
         self._steps = recipe.in_backward
         self._before_root = before_root([self._units[unit].is_root for unit in order])
-        self.full: dict[int, int] = {}
+        self._reduces = reduces
+        self.full: dict[int, int] = {} if earlier is None else earlier.full
+        self._accumulated = [*self.full]  # units whose buckets have the sums of earlier micro-batches
         self.early = dict.fromkeys(range(len(self._units)), 0)
-        self.gradients = 0
+        self.gradients: int = 0 if earlier is None else earlier.gradients
+        self._added = self.gradients
         self.arriving = 0  # bytes of the gradient that autograd still holds
         self._copied, self._last = 0, -1
         self._left = [unit.params for unit in self._units]
@@ -216,7 +275,8 @@ class _Grads:
 
     def arrive(self, unit: int, nbytes: int) -> None:
         """Store one gradient."""
-        if waits_for_unit(self._units[unit].is_root, self._on_gpu):
+        waits = self._reduces and unit not in self._accumulated
+        if waits and waits_for_unit(self._units[unit].is_root, self._on_gpu):
             self.early[unit] += nbytes
             self._record(None)
             self._free_copied(unit)
@@ -226,19 +286,22 @@ class _Grads:
                 self._land_finished()
                 self._fill(unit, nbytes)
         self._left[unit] -= 1
-        if self._left[unit] == 0:
+        if self._left[unit] == 0 and self._reduces:
             self._land_finished()
             while self._started < len(self._order) and self._left[self._order[self._started]] <= 0:
                 self._reduce(nbytes)
         self.arriving = 0
 
     def flush(self) -> None:
-        """Reduce the remaining units, and wait for all reductions."""
-        while self._started < len(self._order):
+        """Reduce the remaining units, wait for all reductions, and add their means to earlier gradients."""
+        while self._reduces and self._started < len(self._order):
             self._reduce(0)
         while self._landed < self._started:
             self._land()
+        for unit in [*self.full] if self._reduces else ():
+            self._release(unit)
         self._copied = 0
+        self.gradients -= self._added
 
     def _reduce(self, nbytes: int) -> None:
         unit = self._order[self._started]
@@ -247,7 +310,7 @@ class _Grads:
         self.gradients += sum(flat.mean for flat in self._units[unit].flats)
         self._started += 1
         self._record(Action("reduce", unit))
-        if self._on_gpu:  # the stream of reductions uses the memory for the next unit
+        if self._on_gpu and unit not in self._accumulated:  # the stream of reductions uses the memory for the next unit
             self._release(unit)
 
     def _fill(self, unit: int, nbytes: int) -> None:
@@ -301,46 +364,76 @@ class _Timeline:
         self._weights = None if budget.permanent else _Weights(budget)
         self._order = _order(budget, events)
 
-    def simulate(self) -> StepTimeline:
-        """Replay one step."""
+    def simulate(self, accumulate: int, *, sharded: bool) -> StepTimeline:
+        """Replay one step of `accumulate` micro-batches.
+
+        All micro-batches but the first and the last are equal, so only the second is replayed.
+        Gradients of offloaded units are held until the next forward uses the units.
+        """
         self._timeline = StepTimeline()
-        self._grads = _Grads(self._budget, self._order, self._prompt, self._record)
-        if self._weights is not None:
-            self._weights.begin_pass(backward=False)
-        else:
+        self._most = self._peak = [0] * 4
+        actions, earlier = self._timeline.actions, None
+        self._waiting = {} if self._prompt else self._budget.waiting
+        if self._weights is None:
             self._gather(i for i, unit in enumerate(self._budget.units) if unit.gathers)
+        for each in range(replayed := min(accumulate, 3)):
+            self._final = each == replayed - 1
+            self._first = each == 0
+            begun = len(actions)
+            self._grads = _Grads(
+                self._budget,
+                self._order,
+                self._prompt,
+                self._record,
+                reduces=sharded or self._final,
+                earlier=earlier,
+            )
+            self._replay()
+            if not (self._first or self._final):
+                actions += actions[begun:] * (accumulate - replayed)
+            earlier = self._grads
+        self._timeline.peak, self._timeline.most = self._by_purpose(self._peak), self._by_purpose(self._most)
+        return self._timeline
+
+    def _replay(self) -> None:
+        """Replay one micro-batch."""
+        if self._weights is not None:
+            self._gather(self._weights.begin_pass(backward=False))
         for event in self._events:
             self._own = event.most
             self._record(Action("compute", flops=event.flops) if event.flops else None)
             self._own = event.now
             self._apply(event)
             self._record(None)
-        return self._timeline
 
     def _apply(self, event: Event) -> None:
         weights, grads = self._weights, self._grads
         if event.kind in (Kind.ENTER, Kind.LEAVE) and not self._budget.units[event.unit].gathers:
             weights = None  # a replicated unit has no buffer
+        if event.kind is Kind.BACKWARD:
+            self._waiting.clear()
         if event.kind is Kind.ENTER:
+            self._waiting.pop(event.unit, None)
             self._gather(weights.enter(event.unit) if weights is not None else ())
             self._timeline.actions.append(Action("need", event.unit))
         elif event.kind is Kind.LEAVE and weights is not None:
             weights.leave(event.unit)
         elif event.kind is Kind.BACKWARD and weights is not None:
-            weights.begin_pass(backward=True)
+            self._gather(weights.begin_pass(backward=True, final=self._final))
         elif event.kind is Kind.GRADIENT and not self._budget.single_rank:
             grads.arrive(event.unit, event.nbytes)
-        elif event.kind is Kind.GRADIENT and not self._budget.recipe.in_backward:
+        elif event.kind is Kind.GRADIENT and self._first and not self._budget.recipe.in_backward:
             grads.gradients += event.nbytes
-        elif event.kind is Kind.GRADIENT:  # the optimizer uses the gradient and drops it immediately
+        elif event.kind is Kind.GRADIENT:  # the optimizer, or the sum over micro-batches, uses the gradient immediately
             self._own += event.nbytes
         elif event.kind is Kind.END:
             if not self._budget.single_rank:
                 grads.flush()
             if weights is not None:
-                weights.end_backward()
-            self._own += self._budget.temporaries
-            self._record(Action("step"))
+                weights.end_backward(final=self._final)
+            if self._final:
+                self._own += self._budget.temporaries
+                self._record(Action("step"))
 
     def _gather(self, units: Iterable[int]) -> None:
         self._timeline.actions += [Action("gather", unit) for unit in units]
@@ -349,16 +442,19 @@ class _Timeline:
         """Append an action if there is one, and update the peaks."""
         if action is not None:
             self._timeline.actions.append(action)
-        now = {purpose: self._budget.held[purpose] for purpose in HELD}
-        now["gather buffers"] = 0 if self._weights is None else self._weights.nbytes
-        now["gradient buckets"] = self._grads.nbytes
-        now["gradients"] = self._grads.gradients
-        now[ACTIVATIONS] = self._own + self._grads.arriving
-        timeline = self._timeline
-        for purpose, nbytes in now.items():
-            timeline.most[purpose] = max(timeline.most.get(purpose, 0), nbytes)
-        if sum(now.values()) > timeline.total:
-            timeline.peak = now
+        now = [
+            0 if self._weights is None else self._weights.nbytes,
+            self._grads.nbytes,
+            self._grads.gradients + sum(self._waiting.values()),
+            self._own + self._grads.arriving,
+        ]
+        self._most = [*map(max, self._most, now)]
+        if sum(now) > sum(self._peak):
+            self._peak = now
+
+    def _by_purpose(self, changing: Iterable[int]) -> dict[str, int]:
+        held = {purpose: self._budget.held[purpose] for purpose in HELD}
+        return held | dict(zip(("gather buffers", "gradient buckets", "gradients", ACTIVATIONS), changing, strict=True))
 
 
 def _order(budget: Budget, events: Sequence[Event]) -> list[int]:

@@ -49,7 +49,7 @@ def process_memory(device: torch.device) -> Held:
 
 def not_on(device: torch.device) -> frozenset[str]:
     """Return the purposes whose bytes `process_memory` of `device` does not include."""
-    host = ("chunks of a step", "messages", "mailboxes", "pinned memory", "idle shared memory")
+    host = ("offloaded state", "chunks of a step", "messages", "mailboxes", "pinned memory", "idle shared memory")
     return frozenset(host if device.type == "cuda" else ())
 
 

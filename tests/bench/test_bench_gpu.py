@@ -104,6 +104,32 @@ def test_launched_steps_are_timed_in_each_way(tmp_path, monkeypatch):
     assert all(row["launched_ms_p50"] > 0 for row in found)
 
 
+@pytest.mark.filterwarnings("ignore:offload has no effect")
+def test_offload_is_compared_with_other_systems_that_offload(tmp_path):
+    found = {(row["system"], row.get("share")): row for row in found_by("offload", tmp_path)}
+    ours = [
+        ("fp32", 0.0),
+        ("fp32", 0.5),
+        ("fp32", 1.0),
+        *((name, share) for name in ("in_backward", "compact") for share in (0.0, 1.0)),
+    ]
+    others = [(name, share) for name in ("fsdp2", "torchao") for share in (0.0, 1.0)]
+    copies = [(f"copies {way}", None) for way in ("up", "down", "both at once")]
+    assert found.keys() == {*copies, *ours, *others, ("fp32, again", 0.0)}
+    assert all(found[each]["gbps"] > 0 for each in copies)
+    assert found["torchao", 1.0]["note"] == "needs a GPU"
+    for each in {*ours, *others} - {("torchao", 1.0)}:
+        row = found[each]
+        assert row["same_bits"]
+        assert row["vs_resident"] > 0
+    for system, share in ours:
+        row = found[system, share]
+        assert row["host_bytes"] == 0  # a CPU keeps all states in place
+        assert (row["predicted_host_bytes"] > 0) == (share > 0)
+    tables = results.render(list(found.values()))
+    assert "| fp32 | 50 % |" in tables
+
+
 @pytest.mark.slow
 @needs_transformers
 def test_all_stages_have_the_bits_of_the_twin_and_formats_are_near(tmp_path):
@@ -167,6 +193,17 @@ def test_a_run_ends_with_a_table_and_one_archive(tmp_path, scripts, capsys):
     with tarfile.open(tmp_path / run.ARCHIVE) as archive:
         assert sorted(archive.getnames()) == sorted((run.ROWS, run.LOG, run.TABLE_FILE))
     assert main(["--dry", "--out", str(tmp_path)]) == 1
+
+
+def test_a_probe_that_only_runs_if_it_is_asked_for_may_be_named():
+    names = {probe.name for probe in run.probes_on(1)}
+    asked = [probe.name for probe in run.PROBES if probe.on == "asked"]
+    assert asked
+    assert not names & {*asked}
+    assert names | {*asked} == {probe.name for probe in run.probes_on(1, asked)}
+    assert not {*asked} & {probe.name for probe in run.probes_on(2, asked)}
+    assert "not a probe" in run._wrong(2, asked, dry=True)
+    assert run._wrong(1, asked, dry=True) == ""
 
 
 def test_without_a_gpu_it_ends_at_the_first_probe(tmp_path, scripts, capsys):

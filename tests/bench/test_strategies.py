@@ -1,8 +1,7 @@
 """All strategies learn the same, their traffic is counted, and the page shows the commands' output."""
 
-import io
 import re
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -10,10 +9,9 @@ import pytest
 from bench.strategies import problem, rings, run
 from bench.strategies.replicas import AVERAGED_EVERY
 from bench.strategies.run import STRATEGIES, main
-from shardlite.cli import main as shardlite
 from shardlite.lab.table import read_rows
 from shardlite.lab.train.settings import GPTConfig
-from tests.support.markdown import ROOT, blocks
+from tests.support.markdown import ROOT, assert_printed, commands
 from tests.support.ranks.scripts import run_command
 
 PAGE = (ROOT / "docs" / "data-parallelism.md").read_text()
@@ -72,19 +70,14 @@ def test_a_wrong_strategy_fails_the_bench(cluster, tmp_path):
 
 # ---- the page -------------------------------------------------------------------------------------------------------
 
-CONSOLE = dict(re.match(r"\$ shardlite (.*)\n((?s:.*))", block).groups() for block in blocks(PAGE, "console"))
+CONSOLE = commands(PAGE)
 
 
 @pytest.mark.parametrize(
     "command", [pytest.param(each, marks=pytest.mark.slow if "plan" in each else ()) for each in CONSOLE]
 )
 def test_commands_print_what_the_page_shows(command):
-    out = io.StringIO()
-    with redirect_stdout(out):
-        assert shardlite(command.split()) == 0
-    printed = out.getvalue().splitlines()
-    for line in CONSOLE[command].splitlines():
-        assert line.rstrip() in [each.rstrip() for each in printed], line
+    assert_printed(command, CONSOLE[command])
 
 
 def test_the_page_has_a_command_for_each_kind_of_number():

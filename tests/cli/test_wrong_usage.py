@@ -41,6 +41,17 @@ def only_line(printed: str) -> str:
         ([*PLAN, "--card", "big"], "neither an amount (80GB, 24GiB) nor one of A100-80GB"),
         ([*PLAN, "--cluster", "mine"], "is not one of dgx-h100"),
         ([*PLAN, "--ranks", "0"], "1 to 4096 ranks"),
+        (
+            [*PLAN, "--offload", "4XB"],
+            "'4XB' is neither true, nor a share of the states (0.5), nor an amount that stays",
+        ),
+        ([*PLAN, "--offload", "1.5"], "argument --offload: '1.5' is neither true"),
+        ([*PLAN, "--offload", "1KB"], "offload=1000 is the number of bytes of states that stay on the GPU, but the"),
+        ([*PLAN, "--offload", "--cluster", "cpu"], "--offload needs GPUs, and the cluster cpu has none"),
+        (
+            ["train", "--offload", "0.5", "--optimizer", "torch.SGD"],
+            "offload is 0.5, which requires the optimizer adamw",
+        ),
         ([*PLAN, "--master", "split24"], 'master="split24" keeps weights as bf16'),
         (
             [*PLAN, "--compute", "bf16", "--keep", "mlp, nrm"],

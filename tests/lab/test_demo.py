@@ -14,6 +14,7 @@ from shardlite.lab.train.report import Point, printable, write_curve
 from shardlite.lab.train.settings import GPTConfig, Settings
 from shardlite.lab.train.text import draw_batch, read_corpus, unigram_entropy
 from shardlite.lab.train.train import learning_rate
+from tests.support.ranks.cluster import RemoteError
 from tests.support.ranks.scripts import run_command
 
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8)
@@ -216,3 +217,15 @@ def test_a_tiny_model_learns_on_two_ranks(cluster, tmp_path, text, stage, optimi
     assert len(validation) == 8
     assert validation[-1] < unigram_entropy(np.frombuffer(text.read_bytes(), dtype=np.uint8))
     assert (tmp_path / "loss.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_a_limit_chooses_the_options(cluster, tmp_path, text):
+    """The run has as many sequences per step as was asked for, in smaller micro-batches."""
+    options = [*TINY, "--batch", 8, "--steps", 2, "--data", text, "--out", tmp_path]
+    first, second = run_command(cluster, main, "train", *options, "--fit", "1.2MB")
+    assert first.status == second.status == 0
+    assert "16 rows per rank and step, 1.20 MB per rank: the 3 cheapest runs that fit" in first.out
+    assert "for part in range(" in first.out
+    assert "The model writes:" in first.out
+    with pytest.raises(RemoteError, match="nothing fits in 100 KB"):
+        run_command(cluster, main, "train", *options, "--fit", "100KB")

@@ -245,6 +245,25 @@ def test_the_command_plans_what_is_kept(tmp_path, capsys):
     assert peaks[0] == peaks[1] < peaks[2] < peaks[3]
 
 
+@pytest.mark.parametrize(("value", "argument"), [((), True), (("true",), True), (("0.5",), 0.5), (("200KB",), 200_000)])
+def test_the_command_plans_offloaded_states(tmp_path, capsys, value, argument):
+    file = tmp_path / "plan.json"
+    fixed = ["--ranks", "2", "--checkpoint", "without", "--cluster", "dgx-a100", "--json", str(file)]
+    peaks = []
+    for offload in ([], ["--offload", *value]):
+        assert run(*fixed, *offload) == 0
+        row = json.loads(file.read_text())["groups"][0]["ranks"][0]
+        peaks.append(row["peak_bytes"])
+    assert row["host_bytes"] > row["host_traffic"] > 0
+    assert row["seconds"]["host"] == row["host_traffic"] / 25.1e9
+    assert peaks[1] != peaks[0]
+    before, after = capsys.readouterr().out.split("\nwrote")[:2]
+    assert f"offload={argument}" in after
+    assert "on host" in after
+    assert "offload" not in before
+    assert "on host" not in before
+
+
 def test_the_picture_of_memory_has_the_numbers_of_the_table(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib", reason="--plots needs it")
     from matplotlib.figure import Figure

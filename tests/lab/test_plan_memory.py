@@ -2,6 +2,8 @@
 
 import gc
 from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -114,8 +116,10 @@ def train(group, name: str, setting: Setting, ends: str) -> tuple[int, dict[str,
     batch = tokens()
 
     def backward() -> None:
-        loss = model(*batch)
-        torch.autograd.backward(loss)
+        for left in reversed(range(setting.accumulate)):
+            with model.no_sync(sharded=setting.sharded) if left else nullcontext():
+                loss = model(*batch)
+                torch.autograd.backward(loss)
 
     def update() -> None:
         optimizer.step()
@@ -143,7 +147,10 @@ def train(group, name: str, setting: Setting, ends: str) -> tuple[int, dict[str,
 
 def sent_by(model: ShardLite) -> dict[str, int]:
     units = [purposes for unit, purposes in model.traffic().items() if unit in model.unit_names]
-    return {name: sum(each[name].nbytes for each in units if name in each) for name in ("gather", "reduce")}
+    sent = {
+        name: sum(each[name].nbytes for each in units if name in each) for name in ("gather", "take part", "reduce")
+    }
+    return {"gather": sent["gather"] + sent["take part"], "reduce": sent["reduce"]}
 
 
 def check(cluster, name: str, setting: Setting, ends: str) -> None:
@@ -196,3 +203,25 @@ def test_every_format_at_every_stage(cluster, name, how, stage, ranks):
 @pytest.mark.parametrize(GRID, [*pairs(LARGE), ("GPT-2 small", "compact", 3, 2)])
 def test_large_models(cluster, name, how, stage, ranks):
     check_case(cluster, name, how, stage, ranks)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("name", "stage", "ranks", "how", "accumulate"),
+    [
+        ("small gpt2", 3, 2, "fp32", 4),
+        ("small llama", 3, 4, "bf16", 3),
+        ("small gpt2", 2, 2, "fp32", 3),
+        ("small llama", 2, 2, "split24", 2),
+        ("small gpt2", 1, 2, "fp32", 3),
+        ("small llama", 0, 2, "bf16", 3),
+    ],
+)
+def test_accumulated_micro_batches(cluster, name, stage, ranks, how, accumulate, sharded):
+    setting = Setting(stage=stage, world_size=ranks, on_gpu=False, accumulate=accumulate, sharded=sharded)
+    check(cluster, name, replace(setting, **FORMATS[how]), (LATE, PROMPT)[accumulate % 2])
+
+
+@pytest.mark.parametrize("how", ["fp32", "bf16"])
+def test_accumulated_micro_batches_of_one_rank(cluster, how):
+    check(cluster, "small gpt2", Setting(on_gpu=False, accumulate=3, **FORMATS[how]), LATE)

@@ -66,6 +66,13 @@ def chosen(monkeypatch, tmp_path):
     return settings_of
 
 
+def test_a_limit_is_checked_first(refused):
+    assert "--fit '8XB' is neither an amount (80GB, 24GiB)" in refused("--fit", "8XB")
+    assert "fit is 8gb, which requires the optimizer adamw; got torch.SGD" in refused(
+        "--fit", "8GB", "--optimizer", "torch.SGD"
+    )
+
+
 # ---- the file of options --------------------------------------------------------------------------------------------
 
 

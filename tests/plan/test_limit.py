@@ -5,6 +5,9 @@ import torch
 from torch import nn
 
 from shardlite import AdamW, LayoutError, MemoryLimit, Precision, ShardLite
+from shardlite.config import Offload
+from shardlite.plan import check_memory_limit
+from shardlite.wrapping import Options, Plan, plan_units
 
 WIDTH, BLOCKS = 64, 6
 BLOCK = WIDTH * WIDTH + WIDTH
@@ -83,3 +86,46 @@ def test_a_limit_is_checked(options, message):
 def test_a_limit_is_a_number_of_bytes_or_a_record():
     with pytest.raises(TypeError, match="a number of bytes or a MemoryLimit, got '80GB'"):
         ShardLite(net(), memory_limit="80GB")  # type: ignore[arg-type]
+
+
+def plan_of(blocks: int, options: Options, device: str = "cuda") -> tuple[nn.Module, Plan]:
+    """Return a model on the meta device, and its plan for two ranks."""
+    with torch.device("meta"):
+        module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(blocks)])
+    return module, plan_units(module, options, 2, torch.device(device))
+
+
+def refused(offload: Offload | None = None, state: str = "fp32", blocks: int = 24, device: str = "cuda") -> list[str]:
+    """Let a rank hold a single byte. Return the lines of the error: as asked, and what to change."""
+    options = Options(offload=offload, memory_limit=MemoryLimit(nbytes=1, state=state))
+    module, plan = plan_of(blocks, options, device)
+    with pytest.raises(LayoutError, match="memory_limit: a rank would hold") as error:
+        check_memory_limit(module, plan, options, 2)
+    return str(error.value).splitlines()[1:]
+
+
+def bytes_of(words: str, lines: list[str]) -> float:
+    (line,) = (line for line in lines if line.strip().startswith(words))
+    return float(line.split()[-2])
+
+
+def test_states_on_the_host_are_suggested_on_a_gpu_only():
+    """The suggestion holds: the limit that it fits is kept by the plan with `offload=True`."""
+    saved = bytes_of("offload=True", refused())
+    assert saved < bytes_of("as asked", refused())
+    options = Options(offload=Offload(), memory_limit=MemoryLimit(nbytes=round(saved * 1e9 * 1.01)))
+    check_memory_limit(*plan_of(24, options), options, 2)
+    for lines in (refused(device="cpu"), refused(Offload())):
+        assert not any("offload" in line for line in lines)
+
+
+def test_a_limit_counts_what_stays_on_the_gpu():
+    whole, half, none = (bytes_of("as asked", refused(share and Offload(share=share))) for share in (None, 0.5, 1.0))
+    assert whole > half > none
+
+
+def test_suggested_moments_are_those_that_decide_which_units_stay():
+    """A unit's fp32 moments have 8 bytes per element, and int8 moments 2, so that four units stay in place of one."""
+    resident = Offload(resident=2 * 8 * BLOCK // 2 - 1)
+    suggested = bytes_of('AdamW(state="int8")', refused(resident))
+    assert suggested == bytes_of("as asked", refused(resident, state="int8"))

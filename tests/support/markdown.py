@@ -9,9 +9,12 @@ writes each table of the pages anew from the rows that it names:
     <!-- until gpu -->WORDS<!-- end -->                       goes for good with the first results of a GPU
 """
 
+import io
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
 
+from shardlite.cli import main as shardlite
 from shardlite.lab import table as selection
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +31,22 @@ _UNTIL = re.compile(r"<!-- until gpu -->.*?<!-- end -->\n?", re.DOTALL)
 def blocks(text: str, language: str) -> list[str]:
     """Return what is between fences of a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> dict[str, str]:
+    """Return the lines that a page shows below each command `$ shardlite ...`."""
+    found = (re.match(r"\$ shardlite (.*)\n((?s:.*))", block) for block in blocks(text, "console"))
+    return {each[1]: each[2] for each in found if each is not None}
+
+
+def assert_printed(command: str, shown: str) -> None:
+    """Run a command of `shardlite`, and check that it prints the lines that a page shows."""
+    out = io.StringIO()
+    with redirect_stdout(out):
+        assert shardlite(command.split()) == 0
+    printed = [line.rstrip() for line in out.getvalue().splitlines()]
+    for line in shown.splitlines():
+        assert line.rstrip() in printed, line
 
 
 def cells(text: str) -> list[list[str]]:

@@ -87,11 +87,17 @@ def build_floor_in_bf16(workload: Any, group: dist.ProcessGroup) -> Trainer:
     return build_floor(replace(workload, make=lambda: workload.make().bfloat16()), group)
 
 
-def build_plain(workload: Any, group: dist.ProcessGroup, *, kind: type[Trainer] = Trainer) -> Trainer:
+def build_plain(
+    workload: Any,
+    group: dist.ProcessGroup,
+    *,
+    kind: type[Trainer] = Trainer,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
+) -> Trainer:
     """Build the plain model on each rank, without communication."""
     del group
     model = workload.model()
-    return kind(model, torch_adamw(model.parameters()), flat)
+    return kind(model, (optimizer or torch_adamw)(model.parameters()), flat)
 
 
 def build_activations(workload: Any, group: dist.ProcessGroup, *, dtype: torch.dtype | None = None) -> Trainer:
@@ -146,6 +152,7 @@ def build_fsdp2(
     compute: torch.dtype | None = None,
     reduce: torch.dtype = torch.float32,
     tuned: bool = False,
+    offload: fsdp.OffloadPolicy | None = None,
     optimizer: Callable[[nn.Module], Optimizer] = lambda model: torch_adamw(model.parameters()),
 ) -> Trainer:
     """Build FSDP2. With `compute`, weights are gathered in this dtype, and gradients are reduced in `reduce`.
@@ -156,9 +163,10 @@ def build_fsdp2(
     units = workload.units(model)
     mesh = DeviceMesh.from_group(group, next(model.parameters()).device.type)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=None if compute is None else reduce)
+    options: dict[str, Any] = {} if offload is None else {"offload_policy": offload}
     for unit in [*units, model]:
         reshard = False if tuned and unit is units[-1] else None  # `None` is the default
-        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fsdp.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
     return Trainer(model, optimizer(model), full_of_dtensor)
 
 
@@ -173,11 +181,13 @@ def build_shardlite(
     state: str = "fp32",
     in_backward: bool = False,
     prefetch: int = 1,
+    offload: bool | float | None = None,
     **route: Any,
 ) -> Trainer:
     """Build ShardLite over a `Route`. `compute` and `master` replace those of `precision`."""
     precision = replace(precision, compute=compute or precision.compute, master=master or precision.master)
-    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "device": workload.device}
+    options: dict[str, Any] = {"precision": precision, "prefetch": prefetch, "offload": offload}
+    options["device"] = workload.device
     model = ShardLite(workload.model(), stage=stage, group=group, route=Route(**route), **options)
     optimizer = AdamW(model.parameters(), state=state, in_backward=in_backward, **OPTIONS)
     if state != "fp32" or in_backward or precision.master == "split24":

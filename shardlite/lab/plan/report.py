@@ -6,11 +6,11 @@ from typing import Any
 
 from shardlite.lab.table import aligned
 from shardlite.optimizers import Owned, assign, describe, is_hidden_matrix, ranges_of
-from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Planner, RankPlan, Scaling, Setting, simulate
+from shardlite.plan import ACTIVATIONS, MOST_RANKS, Cluster, Fit, Planner, RankPlan, Scaling, Setting, simulate
 
 COLUMNS = {
     "weights": ("parameters",),
-    "optimizer": ("optimizer state",),
+    "optimizer": ("optimizer state", "offload buffers"),
     "gradients": ("gradients",),
     "buckets": ("gradient buckets",),
     "gathered": ("gather buffers",),
@@ -69,6 +69,7 @@ def words(setting: Setting) -> str:
         f"reduce in {str(precision.reduce).removeprefix('torch.')}",
         f'AdamW(state="{setting.state}"{", in_backward=True" * setting.in_backward})',
         f"prefetch {setting.prefetch}" if setting.stage == 3 else "",
+        "" if setting.offload is None else f"offload={setting.offload.argument}",
         'algorithm="hierarchical"' * setting.hierarchical,
         "" if setting.reshard_after_forward else "weights kept until the backward",
         "with activation checkpointing" if setting.checkpoint else "without activation checkpointing",
@@ -99,6 +100,19 @@ def as_json(planner: Planner, groups: Sequence[Group], cluster: Cluster | None, 
     }
 
 
+def fit_json(fit: Fit) -> dict[str, Any]:
+    """Return a run that fits as plain data, in bytes and seconds."""
+    return {
+        "setting": words(fit.plan.setting),
+        "micro_batch": fit.micro_batch,
+        "accumulate": fit.accumulate,
+        "changes_numbers": fit.rules,
+        "limit_bytes": fit.memory_limit.nbytes,
+        **_plan_json(fit.plan, fit.cluster),
+        "lines": fit.lines,
+    }
+
+
 def _plan_json(plan: RankPlan, cluster: Cluster | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "ranks": plan.setting.world_size,
@@ -108,6 +122,8 @@ def _plan_json(plan: RankPlan, cluster: Cluster | None) -> dict[str, Any]:
         "activation_peak_bytes": plan.activations,
         "sent_by_gathers": plan.sent_by_gathers,
         "sent_by_reductions": plan.sent_by_reductions,
+        "host_bytes": plan.host_nbytes,
+        "host_traffic": plan.host_traffic,
     }
     if cluster is not None:
         step = simulate(plan, cluster)
@@ -141,6 +157,8 @@ def _row(plan: RankPlan, group: Group, cluster: Cluster | None, card: int | None
     if card is not None:
         row["fits"] = "yes" if plan.peak <= card else "no"
     row["sent/step"] = _gb(plan.sent_by_gathers + plan.sent_by_reductions)
+    if plan.setting.offload is not None:
+        row["on host"], row["each way/step"] = _gb(plan.host_nbytes), _gb(plan.host_traffic)
     if cluster is not None:
         step = simulate(plan, cluster)
         weak = next(each.weak for each in group.curve if each.world_size == plan.setting.world_size)

@@ -5,13 +5,14 @@ In: the options of the command line. Out: text and files.
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardlite.cli import precision_of, progress
-from shardlite.lab.plan.report import Group, as_json, text
+from shardlite.config import offload_of
+from shardlite.lab.plan.report import Group, as_json, fit_json, text
 from shardlite.lab.plan.source import find_source
-from shardlite.plan import CLUSTERS, Cluster, Planner, Setting, memory_of, scaling
+from shardlite.plan import CLUSTERS, NAMES, Cluster, Planner, Setting, memory_of, scaling, search
 
 
 def plan(options: Namespace) -> str:
@@ -25,6 +26,8 @@ def plan(options: Namespace) -> str:
         OSError: a file cannot be written.
     """
     cluster = None if options.cluster is None else CLUSTERS[options.cluster]
+    if options.fit is not None:
+        return _fit(options, cluster)
     card = None if options.card is None else memory_of(options.card)
     settings = list(_settings(options, on_gpu=cluster is None or cluster.on_gpu))
     planner = Planner(find_source(options.model, options.batch, options.context, options.inputs), progress=progress)
@@ -41,6 +44,48 @@ def plan(options: Namespace) -> str:
     return text(planner, groups, cluster, card, owners=options.owners) + (f"\n{told}" if told else "")
 
 
+def _fit(options: Namespace, cluster: Cluster | None) -> str:
+    """Search the cheapest runs that fit, and return their text."""
+    keep, modules = _split_keep(options)
+    (ranks,) = options.ranks
+    batch = options.batch if options.global_batch is None else options.global_batch // ranks
+    start = replace(
+        setting_of(options, keep=modules),
+        stage=options.stage[0],
+        world_size=ranks,
+        reshard_after_forward=not options.keep_unsharded,
+        checkpoint=options.checkpoint == "with",
+        offload=offload_of(options.offload),
+        on_gpu=cluster is None or cluster.on_gpu,
+        hierarchical=options.algorithm == "hierarchical",
+    )
+    planner = Planner(find_source(options.model, batch, options.context, options.inputs), progress=progress)
+    found = search(planner, start, memory_of(options.fit, "--fit"), keep=keep, cluster=cluster)
+    if options.json is None:
+        return repr(found)
+    options.json.write_text(json.dumps([fit_json(each) for each in (found, *found.alternatives)], indent=1) + "\n")
+    return f"{found!r}\n\nwrote {options.json}"
+
+
+def _split_keep(options: Namespace) -> tuple[list[str], Sequence[str] | None]:
+    """Divide `--keep` into names of what a search must not change, and names of modules that keep fp32.
+
+    Raises:
+        ValueError: a name is neither, or modules are named without `--compute`.
+    """
+    given = options.keep if options.keep is not None else ()
+    keep = [name for name in given if name in NAMES]
+    modules = [name for name in given if name not in NAMES]
+    if modules and options.compute is None:
+        raise ValueError(
+            f"--keep {','.join(modules)}: with --fit, these names forbid a change: {', '.join(NAMES)}. Other names are "
+            "modules that keep fp32, and require --compute"
+        )
+    if options.checkpoint == "without":
+        keep.append("checkpointing")
+    return keep, modules if modules or options.keep == () else None
+
+
 def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
     """Yield the setting of each stage, without and with checkpointing."""
     for stage in options.stage:
@@ -50,6 +95,7 @@ def _settings(options: Namespace, *, on_gpu: bool) -> Iterator[Setting]:
                 stage=stage,
                 reshard_after_forward=not options.keep_unsharded,
                 checkpoint=recomputes,
+                offload=offload_of(options.offload),
                 on_gpu=on_gpu,
                 hierarchical=options.algorithm == "hierarchical",
             )
@@ -66,14 +112,17 @@ def _group(planner: Planner, setting: Setting, ranks: list[int], cluster: Cluste
     return Group(plans=plans, curve=curve, fewest=fewest)
 
 
-def setting_of(options: Namespace) -> Setting:
+def setting_of(options: Namespace, *, keep: Sequence[str] | None = None) -> Setting:
     """Return the setting of a command line, from the shared options `training` in `options.json`.
+
+    With `--fit`, `keep` has the names of `--keep` that are modules.
 
     Raises:
         ValueError: the dtypes cannot be combined.
     """
+    named = options.keep if getattr(options, "fit", None) is None else keep
     return Setting(
-        precision=precision_of(options.compute, options.reduce, options.master, options.keep),
+        precision=precision_of(options.compute, options.reduce, options.master, named),
         state=options.state,
         in_backward=options.in_backward,
         prefetch=options.prefetch,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardlite.cli import launch, started_ranks, usage_errors
 from shardlite.lab.train.settings import OPTIMIZERS, RATES, SIZES, Settings
+from shardlite.plan import memory_of
 
 
 def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) -> int:
@@ -19,6 +20,8 @@ def run(parser: ArgumentParser, options: Namespace, arguments: Sequence[str]) ->
             options = parser.parse_args([*arguments_in(options.config, parser), *arguments[1:]])
         started = started_ranks(parser, options)
         settings = settings_of(options)
+        if settings.fit is not None:
+            memory_of(settings.fit, "--fit")
         if settings.log == "tensorboard" and find_spec("tensorboard") is None:
             raise ValueError(
                 "--log tensorboard needs tensorboard, which is not installed: pip install tensorboard, or use --log csv"

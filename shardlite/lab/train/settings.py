@@ -133,6 +133,9 @@ class Settings:
     state: str = "fp32"
     """Format of the moments of "adamw", and of AdamW beside "muon": fp32, bf16 or int8."""
 
+    offload: bool | float | None = None
+    """Which states of "adamw" are kept in host memory, as in `ShardLite`. No effect on CPUs."""
+
     in_backward: bool = False
     """Whether "adamw" updates the weights during the backward, without clipping the gradients."""
 
@@ -141,6 +144,9 @@ class Settings:
 
     activation_checkpointing: bool = False
     """Whether blocks are recomputed in the backward."""
+
+    fit: str | None = None
+    """Memory of a rank, such as "8GB". `shardlite.fit` then chooses stage, formats, checkpointing and micro-batch."""
 
     seed: int = 0
     """Seed of the initial weights and of the batches."""
@@ -197,8 +203,10 @@ class Settings:
         supported = {
             "state": ["adamw", "muon"],
             "master": ["adamw", *whole],
+            "offload": ["adamw"],
             "in_backward": ["adamw"],
             "adamw_lr": whole,
+            "fit": ["adamw"],
         }
         for name, optimizers in supported.items():
             value = getattr(self, name)

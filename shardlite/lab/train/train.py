@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,9 +21,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardlite import Precision, Route, ShardLite, load, save, save_in_memory
+from shardlite import LayoutError, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.cli import on_signals, precision_of, process_group
 from shardlite.comm import all_gather_json
+from shardlite.config import offload_of
 from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
 from shardlite.lab.train import report
@@ -31,6 +33,7 @@ from shardlite.lab.train.optimizers import make_optimizer
 from shardlite.lab.train.report import Point, StepTraffic
 from shardlite.lab.train.settings import Settings
 from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, unigram_entropy
+from shardlite.plan import Fit, Planner, Setting, Source, memory_of, search
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
@@ -56,6 +59,9 @@ class Run:
     """Gradient scaler, which is enabled if forward and backward run in fp16."""
 
     traffic: StepTraffic
+    fit: Fit | None
+    """The run that `Settings.fit` has chosen."""
+
     rank: int
     ranks: int
     device: torch.device
@@ -64,8 +70,10 @@ class Run:
 def train(settings: Settings, corpus: Corpus) -> None:
     """Train on `corpus`, validate, report the result, and print a sample of text."""
     with process_group() as device:
+        fit = None if settings.fit is None else _find_fit(settings, device)
+        settings = settings if fit is None else fitted(settings, fit)
         plain = _measure_data_parallel(settings, corpus, device)
-        run = _set_up(settings, corpus, device)
+        run = _set_up(settings, corpus, device, fit)
         _announce(run)
         curve, drawn = _resume(run)
         sharded = _learn(run, curve, drawn)
@@ -84,21 +92,66 @@ def _measure_data_parallel(settings: Settings, corpus: Corpus, device: torch.dev
     return measure_plain(_make_gpt(settings).to(device), batches, MAX_NORM)
 
 
-def _set_up(settings: Settings, corpus: Corpus, device: torch.device) -> Run:
+def _find_fit(settings: Settings, device: torch.device) -> Fit:
+    """Return the run that fits into `settings.fit`, and print it.
+
+    Raises:
+        SystemExit: nothing fits.
+    """
+    start = Setting(
+        stage=settings.stage,
+        world_size=dist.get_world_size(),
+        precision=precision_of_run(settings),
+        state=settings.state,
+        in_backward=settings.in_backward,
+        checkpoint=settings.activation_checkpointing,
+        offload=offload_of(settings.offload),
+        rows=settings.batch,
+        accumulate=settings.accumulate,
+        on_gpu=device.type == "cuda",
+    )
+    tokens = partial(torch.zeros, settings.batch, settings.gpt.context, dtype=torch.long)
+    source = Source("the GPT", partial(GPT, settings.gpt), lambda: (tokens(), tokens()), "sequences of the text")
+    try:
+        found: Fit | LayoutError = search(Planner(source), start, memory_of(settings.fit or "", "--fit"))
+    except LayoutError as nothing:
+        found = nothing
+    if dist.get_rank() == 0:
+        print(f"{found}\n", flush=True)
+    if isinstance(found, LayoutError):
+        raise SystemExit(1)
+    return found
+
+
+def fitted(settings: Settings, fit: Fit) -> Settings:
+    """Return the settings of a run that fits."""
+    setting = fit.plan.setting
+    narrow = setting.precision.compute == torch.bfloat16
+    return replace(
+        settings,
+        stage=setting.stage,
+        precision="bf16" if narrow else settings.precision,
+        master="split24" if setting.precision.master == "split24" else settings.master,
+        state=setting.state,
+        in_backward=setting.in_backward,
+        activation_checkpointing=setting.checkpoint,
+        batch=fit.micro_batch,
+        accumulate=fit.accumulate,
+    )
+
+
+def _set_up(settings: Settings, corpus: Corpus, device: torch.device, fit: Fit | None) -> Run:
     torch.manual_seed(settings.seed)
     transport: Any = settings.transport
-    model = ShardLite(
-        _make_gpt(settings),
-        stage=settings.stage,
-        precision=precision_of_run(settings),
-        route=Route(transport=transport),
-        device=device,
-    )
+    given = {"stage": settings.stage, "offload": settings.offload}
+    options: dict[str, Any] = given if fit is None else fit.shardlite
+    options["precision"] = precision_of_run(settings)  # logits are cast
+    model = ShardLite(_make_gpt(settings), route=Route(transport=transport), device=device, **options)
     optimizer = make_optimizer(model, settings)
     scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
     peaks = [group["lr"] for group in optimizer.param_groups]
     ranks = dist.get_rank(), dist.get_world_size()
-    return Run(settings, corpus, model, optimizer, peaks, scaler, StepTraffic(model), *ranks, device)
+    return Run(settings, corpus, model, optimizer, peaks, scaler, StepTraffic(model), fit, *ranks, device)
 
 
 def _make_gpt(settings: Settings) -> GPT:
@@ -212,8 +265,9 @@ def _step(run: Run, step: int, drawn: int) -> dict[str, float]:
     for group, peak in zip(run.optimizer.param_groups, run.peaks, strict=True):
         group["lr"] = rate * (peak / settings.lr)
     firsts = _firsts(settings, drawn, run.rank, ranks=run.ranks)
+    sharded = run.fit is not None and run.fit.sharded
     for first in firsts:
-        with nullcontext() if first == firsts[-1] else model.no_sync():
+        with nullcontext() if first == firsts[-1] else model.no_sync(sharded=sharded):
             part = _loss(model, *_draw(settings, run.corpus.train, run.device, _TRAIN, first)) / settings.accumulate
             scaler.scale(part).backward()  # type: ignore[no-untyped-call]
         loss += part.item()
