@@ -25,7 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from shardlite.comm import Rows
 from shardlite.errors import NonFiniteError, PhaseError
 from shardlite.optim.counts import Amp, RunSlice
-from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
+from shardlite.optim.entries import check_dense
+from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, runs
 from shardlite.optim.unsharded import check_unsharded, step_unsharded
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
