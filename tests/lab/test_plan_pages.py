@@ -10,18 +10,14 @@ from tests.support.markdown import ROOT, assert_printed, commands
 FIT, PLAN = ((ROOT / "docs" / name).read_text() for name in ("fit.md", "plan.md"))
 EXAMPLES = fit_picture.examples(FIT)
 QUICK = "plan --model gpt2-xl --batch 1 --ranks 1 --card 12GB --checkpoint with --compute bf16 --in-backward --offload"
-SHOWN = [
-    *(
-        pytest.param(FIT, command, marks=() if command.startswith(QUICK) else pytest.mark.slow)
-        for command in commands(FIT)
-    ),
-    *(pytest.param(PLAN, command, marks=pytest.mark.slow) for command in commands(PLAN)),
-]
+SHOWN = commands(FIT) | commands(PLAN)
 
 
-@pytest.mark.parametrize(("page", "command"), SHOWN)
-def test_the_command_prints_what_the_page_shows(page, command):
-    assert_printed(command, commands(page)[command])
+@pytest.mark.parametrize(
+    "command", [pytest.param(each, marks=() if each == QUICK else pytest.mark.slow) for each in SHOWN]
+)
+def test_the_command_prints_what_the_page_shows(command):
+    assert_printed(command, SHOWN[command])
 
 
 def test_each_example_fits_with_offload_only():
