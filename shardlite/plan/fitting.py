@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardlite.config import STATES, MemoryLimit, Offload, Precision, launched_ranks
+from shardlite.config import STATES, MemoryLimit, Precision, launched_ranks
 from shardlite.errors import LayoutError
 from shardlite.plan import fit_text
 from shardlite.plan.budget import Budget
@@ -35,6 +35,7 @@ from shardlite.plan.planner import Planner, RankPlan, Setting
 from shardlite.plan.source import Source
 from shardlite.plan.step_time import StepTime, simulate
 from shardlite.plan.timeline import plain_events, timeline_of
+from shardlite.wrapping import Offload
 
 MOST_RUNS = 3
 """Number of runs that a search returns."""
