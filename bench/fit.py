@@ -45,7 +45,7 @@ from shardlite.lab.train.settings import GPTConfig
 from shardlite.plan import Fit, Planner, Setting, Source, search
 
 GPT2 = GPTConfig(kind="gpt2", layers=12, width=768, heads=12, vocabulary=8192, context=128)
-ROWS = 8
+ROWS = 4
 """Sequences per rank in a step."""
 
 SHARES = (1.0, 0.8, 0.6)
@@ -107,7 +107,7 @@ def work(run: Run, group: dist.ProcessGroup) -> Row:
         optimizer = AdamW(model.parameters(), **OPTIONS, **run.adamw)
         return Accumulating(model, optimizer, torch.flatten, setting=run.setting)
 
-    return measure(source_of(run.setting), System(build=build), group, process=True)
+    return measure(source_of(run.setting), System(build=build), group, process=True, steps=2)
 
 
 def rows_of(ranks: int) -> Iterator[Row]:
