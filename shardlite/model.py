@@ -24,7 +24,6 @@ from shardlite.config import (
     Route,
     check_records,
     memory_limit_of,
-    offload_of,
     with_environment,
 )
 from shardlite.engine import cast_floats, in_backward
@@ -41,10 +40,9 @@ from shardlite.optim import accumulating, living
 from shardlite.optimizers import hand_over, judge
 from shardlite.telemetry import Held, not_on, process_memory
 from shardlite.weights import outside_transforms
-from shardlite.wrapping import Options, UnitPolicy
+from shardlite.wrapping import Options, UnitPolicy, can_offload, offload_of
 from shardlite.wrapping.allocate import wrap
 from shardlite.wrapping.init import Init, broadcast_full
-from shardlite.wrapping.offload import can_offload
 from shardlite.wrapping.partition import UnitRule
 from shardlite.wrapping.plan import agree_on_plan
 from shardlite.wrapping.validate import unmark_wrapped

@@ -26,13 +26,13 @@ from torch.optim import Optimizer
 from bench.gpu.fake_ranks import workload_of
 from bench.gpu.report import Report, milliseconds
 from shardlite import Precision
-from shardlite.config import offload_of
 from shardlite.lab.compared.systems import OPTIONS, Build, build_fsdp2, build_plain, build_shardlite
 from shardlite.lab.compared.trainer import Autocast
 from shardlite.lab.compared.workloads import Workload, perceptrons
 from shardlite.lab.ranks import only_rank
 from shardlite.params.host_states import OFFLOADED, HostStates
 from shardlite.plan import Planner, Setting, Source
+from shardlite.wrapping import offload_of
 
 GOAL = 1.15
 """Maximum time of a step with all states in host memory, as a multiple of a step with none. Not measured yet."""

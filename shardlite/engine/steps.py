@@ -25,8 +25,7 @@ from shardlite.grads.options import options_of
 from shardlite.grads.reduce import Step
 from shardlite.grads.scale import Scale
 from shardlite.optim import AdamW, InBackwardSteps, clip_next_step, memory_of, steps_in_backward
-from shardlite.params import Flat, as_they_are
-from shardlite.params.flat import OffloadedFlat
+from shardlite.params import Flat, OffloadedFlat, as_they_are
 from shardlite.weights import Gathering
 
 # ---- one wrapped model ----------------------------------------------------------------------------------------------

@@ -8,14 +8,12 @@ from shardlite.optim.adamw import (
     AdamW,
     check_loaded,
     clip_next_step,
-    convert,
     create_states,
     living,
     load_entries,
     memory_of,
     release,
     steps_in_backward,
-    unconverted,
 )
+from shardlite.optim.entries import canonical, convert, decoders, unconverted
 from shardlite.optim.in_backward import InBackwardSteps, accumulating
-from shardlite.optim.layout import canonical, decoders

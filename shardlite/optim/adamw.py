@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,11 +19,11 @@ from torch.optim import Optimizer
 
 from shardlite.errors import LayoutError, check_number, check_params
 from shardlite.optim.counts import Amp, Group, StepCounts
+from shardlite.optim.entries import canonical, check_state, convert, unconverted
 from shardlite.optim.in_backward import Alarm, InBackwardSteps
-from shardlite.optim.layout import OptimizerLayout, StateSlot, canonical, check_state
+from shardlite.optim.layout import OptimizerLayout
 from shardlite.optim.unsharded import check_unsharded, state_of_unsharded, step_unsharded
-from shardlite.params import ShardInfo, as_they_are
-from shardlite.params.host_states import OFFLOADED
+from shardlite.params import OFFLOADED, ShardInfo, as_they_are
 
 _living: WeakValueDictionary[int, AdamW] = WeakValueDictionary()
 """All `AdamW` objects of the process, by id. Ranks that are threads of the process share the table. A rank finds its
@@ -231,21 +230,15 @@ class AdamW(Optimizer):
         for slot in slots:
             active.setdefault(slot.counts, []).append(slot.row)
         layout.begin_step(self.param_groups, active, amp)
-        later = [] if layout.offloaded is None else [slot for slot in slots if slot.later]
-        self._update(layout, [slot for slot in slots if not slot.later] if later else slots, amp)
-        if later:
-            with layout.beside(later):
-                self._update(layout, later, amp)
+        for stream, some in layout.in_turn(slots):
+            with stream:
+                for counts, elements, grad in layout.steps(some, unscale=amp.grad_scale is not None):
+                    counts.update(elements, grad)
         for counts in active:
             counts.end_step()
         for group, params in unsharded:
             step_unsharded(group, params, self.state, amp)
         return loss
-
-    def _update(self, layout: OptimizerLayout, slots: list[StateSlot], amp: Amp) -> None:
-        """Update the shards of `slots` and their states. The step counts stay."""
-        for counts, elements, grad in layout.steps(slots, unscale=amp.grad_scale is not None):
-            counts.update(elements, grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients.
@@ -382,28 +375,6 @@ def load_entries(optimizer: AdamW, entries: Iterable[tuple[Tensor, dict[str, Any
             layout.adopt([layout.by_id[id(param)]], optimizer.state)
         else:
             optimizer.state[param] = state_of_unsharded(param, entry, copy=True)
-
-
-@dataclass(frozen=True)
-class Unconverted:
-    """A value that PyTorch must not convert when it loads a state.
-
-    PyTorch would round moments to the parameter's dtype, which is bf16 for split weights.
-    """
-
-    value: Any
-
-
-def unconverted(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer, with all values `Unconverted`."""
-    kept = {key: {name: Unconverted(value) for name, value in e.items()} for key, e in state_dict["state"].items()}
-    return {**state_dict, "state": kept}
-
-
-def convert(state: dict[str, Any]) -> None:
-    """Undo `unconverted`, in place."""
-    for entry in state["state"].values():
-        entry.update({name: value.value for name, value in entry.items() if isinstance(value, Unconverted)})
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

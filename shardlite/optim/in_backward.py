@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from shardlite.comm import Rows
 from shardlite.errors import NonFiniteError, PhaseError
-from shardlite.optim.counts import Amp
-from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, check_dense, runs
+from shardlite.optim.counts import Amp, RunSlice
+from shardlite.optim.entries import check_dense
+from shardlite.optim.layout import OptimizerLayout, StateSlot, Stretch, runs
 from shardlite.optim.unsharded import check_unsharded, step_unsharded
 from shardlite.params import Shard
 from shardlite.telemetry import LaggedNumbers
@@ -222,7 +223,10 @@ class InBackwardStep:
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
                 stretch = slot.arena.slice_of(slot, slot.start + low - begin, slot.start + high - begin)
-                for first, chunk in self._layout.on_device(slot.arena, stretch):
+                chunks: Iterable[tuple[int, RunSlice]] = ((0, stretch),)
+                if slot.arena.states is not None and self._layout.offloaded is not None:
+                    chunks = self._layout.offloaded.chunks(slot.arena.states, stretch)
+                for first, chunk in chunks:
                     first += low - start
                     here = slice(first, first + chunk.state.param.numel())
                     if received is None:

@@ -22,25 +22,22 @@ or at a cut between ranks. Cuts are at multiples of 32, so the elements of a gro
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from operator import is_
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from shardlite_kernels import FORMATS, SCALE_BLOCK, State, use_triton
-from shardlite_kernels.moments import decode, encode
+from shardlite_kernels.moments import encode
 from torch import Tensor
 
 from shardlite.optim.counts import Amp, DeviceCounts, Group, HostCounts, RunSlice, StepCounts
+from shardlite.optim.entries import EXPONENTS, MOMENTS, canonical, check_dense, check_state
 from shardlite.optim.offload import OffloadedSteps
-from shardlite.params import ALIGN, ShardInfo, as_real, round_up
+from shardlite.params import ALIGN, HostStates, ShardInfo, as_real, round_up
 from shardlite.params.layout import PADDED, is_padded
 from shardlite.params.parameters import begin_steps
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
 
 
 class OptimizerLayout:
@@ -103,8 +100,15 @@ class OptimizerLayout:
         if self.offloaded is not None:
             self.offloaded.begin_step()
 
+    def in_turn(self, slots: list[StateSlot]) -> list[tuple[AbstractContextManager[None], list[StateSlot]]]:
+        """Return the slots to step one after the other, each time with the stream to step them on."""
+        later = [] if self.offloaded is None else [slot for slot in slots if slot.later]
+        if not later:
+            return [(nullcontext(), slots)]
+        return [(nullcontext(), [slot for slot in slots if not slot.later]), (self._beside(later), later)]
+
     @contextmanager
-    def beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
+    def _beside(self, slots: Sequence[StateSlot]) -> Iterator[None]:
         """Step `slots`, all of which are `later`, inside the block on a stream that the next forward runs beside."""
         assert self.offloaded is not None, "only steps of offloaded states may end later"
         used = [each for slot in slots for each in (slot.param, slot.param.grad, slot.arena.rows) if each is not None]
@@ -144,24 +148,26 @@ class OptimizerLayout:
             ends = [_Run(run[0][0], run[-1][0], places[id(run[0][0])], places[id(run[-1][0])]) for run in found]
             self._runs[later] = known = arrangement, ends
         for run in known[1]:
-            try:
-                for elements, grad in _pieces(run, members[run.start][1], members[run.end][1], unscale):
-                    for start, chunk in self.on_device(run.first.arena, elements):
-                        yield run.first.counts, chunk, grad[start : start + chunk.state.param.numel()]
-            finally:  # also after an interrupt, which may have changed weights
-                if later and run.first.arena.states is not None:
-                    run.first.arena.states.record_step()
+            pieces, states = _pieces(run, members[run.start][1], members[run.end][1], unscale), run.first.arena.states
+            if states is None:
+                for elements, grad in pieces:
+                    yield run.first.counts, elements, grad
+            else:
+                yield from self._offloaded_pieces(run.first.counts, states, pieces, later=later)
         # The kernels wrote through views, which have separate version counters.
         torch.autograd.graph.increment_version([slot.param for slot in slots])
 
-    def on_device(self, arena: Arena, elements: RunSlice) -> Iterable[tuple[int, RunSlice]]:
-        """Return elements of `arena` in chunks whose states are on the device, each with its first index.
-
-        The caller must step a chunk before it requests the next one.
-        """
-        if arena.states is None or self.offloaded is None:
-            return ((0, elements),)
-        return self.offloaded.chunks(arena.states, elements)
+    def _offloaded_pieces(
+        self, counts: StepCounts, states: HostStates, pieces: Iterable[tuple[RunSlice, Tensor]], *, later: bool
+    ) -> Iterator[tuple[StepCounts, RunSlice, Tensor]]:
+        assert self.offloaded is not None, "an arena is in host memory"
+        try:
+            for elements, grad in pieces:
+                for start, chunk in self.offloaded.chunks(states, elements):
+                    yield counts, chunk, grad[start : start + chunk.state.param.numel()]
+        finally:  # also after an interrupt, which may have changed weights
+            if later:
+                states.record_step()
 
 
 class StateSlot:
@@ -282,7 +288,7 @@ class Arena:
         if slot.param.is_complex():
             avg, sq = (moment.view(slot.param.dtype) for moment in (avg, sq))
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
-        return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
+        return entry | {name: each for name, each in zip(EXPONENTS, exponents, strict=True) if each is not None}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
         """Return elements `[start, stop)` of the storage, in a run that begins with `first`. Results are cached."""
@@ -440,69 +446,3 @@ def _flat(tensor: Tensor, start: int, stop: int) -> Tensor:
     """View elements `[start, stop)` of the tensor's storage, outside of autograd."""
     # `.detach()`, and not `.data`: a view of a shard's `.data` would refuse `shard.data = ...` of the program.
     return torch.as_strided(tensor.detach(), (stop - start,), (1,), start)
-
-
-# ---- states ---------------------------------------------------------------------------------------------------------
-
-
-def check_state(param: Tensor, state: dict[str, Any] | None) -> None:
-    """Check the state of `param`. An empty state is valid, as before the first step of a parameter.
-
-    Raises:
-        ValueError: the entries do not have AdamW's names, or a moment does not have the shape of `param`.
-    """
-    if not state:
-        return
-    names = {"step", *MOMENTS}
-    if set(state) not in (names, names | set(_EXPONENTS)):
-        raise ValueError(f"AdamW: the state of a parameter must be step, {', '.join(MOMENTS)}, got {', '.join(state)}")
-    for name in MOMENTS:
-        if state[name].shape != param.shape:
-            raise ValueError(
-                f"AdamW: {name} has shape {tuple(state[name].shape)}, but its parameter has {tuple(param.shape)}"
-            )
-
-
-def check_dense(params: Iterable[Tensor]) -> None:
-    """Raise `ValueError` if the gradient of a parameter is sparse."""
-    for param in params:
-        if param.grad is not None and param.grad.layout is not torch.strided:
-            raise ValueError(f"AdamW: gradients must be dense, got a {param.grad.layout} gradient")
-
-
-def canonical(entry: Mapping[str, Any], device: torch.device | None = None) -> dict[str, Any]:
-    """Return the state of one parameter with moments decoded to fp32. Decoding is exact.
-
-    If `device` is given, decoded moments are moved to this device. If the moments are not bf16 or int8, the state is
-    returned unchanged.
-    """
-    if not _is_narrow(entry):
-        return dict(entry)
-    avg, sq = (entry[name] for name in MOMENTS)
-    flats = decode(avg.reshape(-1), sq.reshape(-1), *(entry.get(name) for name in _EXPONENTS))
-    moments = {name: m.view(avg.shape).to(device or m.device) for name, m in zip(MOMENTS, flats, strict=True)}
-    return {"step": entry["step"], **moments}
-
-
-Decoder = tuple[Callable[..., Tensor], Sequence[Tensor]]
-"""A function that decodes a moment, and the tensors to decode."""
-
-
-def decoders(entry: Mapping[str, Any]) -> dict[str, Decoder]:
-    """Return a decoder for each moment, by name. A decoder returns the same moment as `canonical`.
-
-    Return an empty dict if the moments are not bf16 or int8.
-    """
-    if not entry or not _is_narrow(entry):
-        return {}
-    codes = {name: value for name, value in entry.items() if name != "step"}
-
-    def decode(name: str, *given: Tensor) -> Tensor:
-        moment: Tensor = canonical({"step": None, **dict(zip(codes, given, strict=True))})[name]
-        return moment
-
-    return {name: (partial(decode, name), list(codes.values())) for name in MOMENTS}
-
-
-def _is_narrow(entry: Mapping[str, Any]) -> bool:
-    return MOMENTS[0] in entry and entry[MOMENTS[0]].dtype in (torch.bfloat16, torch.int8)

@@ -19,8 +19,7 @@ from shardlite_kernels import SCALE_BLOCK, State
 from torch import Tensor
 
 from shardlite.optim.counts import RunSlice
-from shardlite.params import round_up
-from shardlite.params.host_states import HostStates
+from shardlite.params import HostStates, round_up
 
 CHUNK_NBYTES = 32 << 20
 """Bytes of states in a buffer at most. A copy of this length takes most of the bandwidth of a bus."""

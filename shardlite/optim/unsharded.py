@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from shardlite.optim.counts import Amp, Group
-from shardlite.optim.layout import MOMENTS, canonical, check_dense, check_state
+from shardlite.optim.entries import MOMENTS, canonical, check_dense, check_state
 from shardlite.params import as_real
 
 

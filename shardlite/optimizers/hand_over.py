@@ -21,7 +21,7 @@ from shardlite.engine.steps import forget_models
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.optim import AdamW, canonical, release
 from shardlite.optimizers.states import WholeStateOptimizer, map_state, numbers_of
-from shardlite.params.flat import OffloadedFlat
+from shardlite.params import OffloadedFlat
 
 _given: WeakSet[Optimizer] = WeakSet()
 """Optimizers that were handed shards, so a group without parameters is no mistake."""

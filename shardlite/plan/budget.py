@@ -22,9 +22,8 @@ from shardlite.comm.transport.staging import rows_numel
 from shardlite.grads.policy import mean_stays
 from shardlite.optim.offload import BUFFERS, CHUNK_NBYTES
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
-from shardlite.wrapping import Options, Plan, build_units, placement_of
+from shardlite.wrapping import Options, Plan, build_units, moment_nbytes, placement_of
 from shardlite.wrapping.allocate import Placement
-from shardlite.wrapping.offload import moment_nbytes
 
 _META = torch.device("meta")
 

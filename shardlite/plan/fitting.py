@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardlite.config import STATES, MemoryLimit, Offload
+from shardlite.config import STATES, MemoryLimit
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Budget
 from shardlite.plan.clusters import CLUSTERS, Cluster
@@ -31,6 +31,7 @@ from shardlite.plan.fit_text import arguments, heading, lines, nothing_fits, par
 from shardlite.plan.planner import Planner, RankPlan, Setting
 from shardlite.plan.step_time import StepTime, simulate
 from shardlite.plan.timeline import plain_events, timeline_of
+from shardlite.wrapping import Offload
 
 MOST_RUNS = 3
 """Number of runs that a search returns."""

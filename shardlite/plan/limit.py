@@ -10,11 +10,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from shardlite.config import MemoryLimit, Offload
+from shardlite.config import MemoryLimit
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import ACTIVATIONS, StepTimeline, plain_events, timeline_of
-from shardlite.wrapping import Options, Plan, plan_units
+from shardlite.wrapping import Offload, Options, Plan, plan_units
 
 MOST_RANKS = 4096
 """Maximum number of ranks that `check_memory_limit` tries."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shardlite.config import Keep, Offload, Precision
+from shardlite.config import Keep, Precision
 from shardlite.engine import cast_inputs
 from shardlite.errors import LayoutError
 from shardlite.plan.budget import Budget, Recipe, budget_of
@@ -25,7 +25,7 @@ from shardlite.plan.limit import MOST_RANKS
 from shardlite.plan.source import Source, SourceError
 from shardlite.plan.timeline import ACTIVATIONS, Event, StepTimeline, timeline_of
 from shardlite.plan.trace import trace
-from shardlite.wrapping import Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
+from shardlite.wrapping import Offload, Options, Plan, UnitPlan, build_units, placement_of, plan_units, validate
 
 _META = torch.device("meta")
 _Nothing = type("_Nothing", (nn.Module,), {})  # the class of no module: this room does not know `ShardLite`

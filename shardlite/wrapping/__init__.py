@@ -6,6 +6,7 @@ first.
 
 from shardlite.wrapping import validate
 from shardlite.wrapping.allocate import build_units, flats_of, placement_of
+from shardlite.wrapping.offload import Offload, can_offload, moment_nbytes, offload_of
 from shardlite.wrapping.partition import UnitPlan, UnitPolicy, needs, partition_module
 from shardlite.wrapping.plan import Plan, plan_units
 from shardlite.wrapping.validate import Options

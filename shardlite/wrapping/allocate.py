@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from shardlite.comm import Context
-from shardlite.params import ROOT, Flat, Shard, ShardInfo, Unit, allocate_arenas
-from shardlite.params.flat import OffloadedFlat
-from shardlite.params.host_states import OFFLOADED, HostStates
+from shardlite.params import OFFLOADED, ROOT, Flat, HostStates, OffloadedFlat, Shard, ShardInfo, Unit, allocate_arenas
 from shardlite.wrapping.init import broadcast_buffers, broadcast_init
 from shardlite.wrapping.partition import UnitPlan, applies
 from shardlite.wrapping.plan import FlatPlan, Plan

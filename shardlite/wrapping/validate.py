@@ -14,10 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.comm import Ranks
 from shardlite.comm.collectives import SUMMABLE
-from shardlite.config import MemoryLimit, Offload, Precision, Route, check_timeout
+from shardlite.config import MemoryLimit, Precision, Route, check_timeout
 from shardlite.errors import LayoutError
 from shardlite.params import Unit, is_dtensor, storage_key
 from shardlite.wrapping.init import Init
+from shardlite.wrapping.offload import Offload
 from shardlite.wrapping.partition import UnitPolicy, UnitRule
 
 STAGES = (0, 1, 2, 3)

@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from shardlite import AdamW, LayoutError, MemoryLimit, Precision, ShardLite
-from shardlite.config import Offload
 from shardlite.plan import check_memory_limit
-from shardlite.wrapping import Options, Plan, plan_units
+from shardlite.wrapping import Offload, Options, Plan, plan_units
 
 WIDTH, BLOCKS = 64, 6
 BLOCK = WIDTH * WIDTH + WIDTH

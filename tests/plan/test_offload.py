@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from shardlite.config import Offload, Precision, offload_of
+from shardlite.config import Precision
 from shardlite.params import round_up
 from shardlite.params.host_states import OFFLOADED
 from shardlite.plan import CARDS, CLUSTERS, Event, Kind, Planner, RankPlan, Setting, Source, simulate
 from shardlite.plan.budget import Recipe, budget_of
 from shardlite.plan.timeline import timeline_of
 from shardlite.telemetry import not_on
-from shardlite.wrapping import Options, plan_units
+from shardlite.wrapping import Offload, Options, offload_of, plan_units
 from tests.comm.streams.programs import WORLD_SIZE, Block, Training
 from tests.comm.streams.programs import net as net_of_blocks
 from tests.comm.streams.simulated_gpu import Gpu

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shardlite import AdamW, LayoutError, ShardLite, ShardWarning
-from shardlite.config import Offload, offload_of
+from shardlite.wrapping import Offload, offload_of
 
 
 def net() -> nn.Sequential:

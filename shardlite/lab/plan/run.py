@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from shardlite.cli import precision_of, progress
-from shardlite.config import offload_of
 from shardlite.lab.plan.report import Group, as_json, fit_json, text
 from shardlite.lab.plan.source import find_source
 from shardlite.plan import CLUSTERS, NAMES, Cluster, Planner, Setting, memory_of, scaling, search
+from shardlite.wrapping import offload_of
 
 
 def plan(options: Namespace) -> str:

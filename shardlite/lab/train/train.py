@@ -24,7 +24,6 @@ from torch.optim import Optimizer
 from shardlite import LayoutError, Precision, Route, ShardLite, load, save, save_in_memory
 from shardlite.cli import on_signals, precision_of, process_group
 from shardlite.comm import all_gather_json
-from shardlite.config import offload_of
 from shardlite.lab.compared.gpt import GPT
 from shardlite.lab.memory.peak import Batch, Footprint, measure_plain, measure_step, track_state
 from shardlite.lab.train import report
@@ -34,6 +33,7 @@ from shardlite.lab.train.report import Point, StepTraffic
 from shardlite.lab.train.settings import Settings
 from shardlite.lab.train.text import Bytes, Corpus, draw_sequences, unigram_entropy
 from shardlite.plan import Fit, Planner, Setting, Source, memory_of, search
+from shardlite.wrapping import offload_of
 
 MAX_NORM = 1.0
 SAMPLE_BYTES = 240
