@@ -46,7 +46,7 @@ def fit(
             with a `loss`.
         memory: memory of a rank: an amount (`"24GB"`, `"24GiB"`), a card (`"H100"`), or a number of bytes. It includes
             tensors only. Leave some memory for the CUDA context and for fragmentation, see `docs/plan.md`. On a CPU,
-            processes of `bench.fit` held 19 to 44 MB beside their tensors.
+            processes of `bench.fit` held up to 44 MB beside their tensors.
         ranks: number of ranks. `None`: as many as the launcher has started, or 1.
         global_batch: rows of all ranks in a step. `None`: the rows of `example_batch`, times the number of ranks.
         keep: what must not change, by name: `"stage"`, `"precision"`, `"moments"`, `"in_backward"`, `"checkpointing"`,
