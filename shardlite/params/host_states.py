@@ -10,12 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from mmap import PAGESIZE
+from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class HostStates:
         self._landed: list[Any] = []  # event after the latest copy to this memory; a list for finalizers
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros [numel] in pinned memory. The memory is unpinned when the last tensor in it is deleted.
+        """Return zeros [numel] in pinned memory. The memory is freed after the last tensor in it is deleted.
 
         Raises:
             LayoutError: the driver cannot pin the memory.
@@ -47,15 +47,16 @@ class HostStates:
         if self.device.type == "meta":
             return torch.empty(numel, dtype=dtype, device=self.device)
         nbytes = numel * dtype.itemsize
-        memory = torch.empty(nbytes + PAGESIZE, dtype=torch.uint8)
-        start = -memory.data_ptr() % PAGESIZE
-        memory = memory[start : start + nbytes]
+        if not nbytes:
+            return torch.empty(0, dtype=dtype)
+        _unpin_retired()
+        pages = mmap(-1, nbytes)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
         with _running_on(near_cpus(self.device)):
             ctypes.memset(memory.data_ptr(), 0, nbytes)
-        if numel:
             pin(memory, self.device)
-            release = partial(_release, unpin, memory.data_ptr(), self._landed)
-            weakref.finalize(memory.untyped_storage(), release).atexit = False
+        retired = _Retired(pages, memory.data_ptr(), self._landed, unpin)
+        weakref.finalize(memory.untyped_storage(), _retire, retired).atexit = False
         return memory.view(dtype)
 
     def record_step(self) -> None:
@@ -112,10 +113,33 @@ def unpin(pointer: int) -> None:
     driver.cudaHostUnregister(pointer)
 
 
-def _release(unpin: Callable[[int], None], pointer: int, landed: list[Any]) -> None:
-    for event in landed:
-        event.synchronize()
-    unpin(pointer)
+class _Retired(NamedTuple):
+    """Pinned memory without tensors, which the driver may still copy to."""
+
+    pages: mmap
+    pointer: int
+    landed: list[Any]
+    unpin: Callable[[int], None]
+
+
+_retired: deque[_Retired] = deque()
+
+
+def _retire(memory: _Retired) -> None:
+    """Unpin and free memory, at once or in a later call. A finalizer must not wait."""
+    _retired.append(memory)
+    _unpin_retired()
+
+
+def _unpin_retired() -> None:
+    """Unpin and free the retired memory to which all copies have ended, unless a CUDA graph is captured."""
+    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        for _ in range(len(_retired)):
+            memory = _retired.popleft()
+            if all(event.query() for event in memory.landed):
+                memory.unpin(memory.pointer)
+            else:
+                _retired.append(memory)
 
 
 def near_cpus(device: torch.device, system: Path = Path("/sys")) -> set[int]:

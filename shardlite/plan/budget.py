@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from mmap import PAGESIZE
 
 import torch
 from shardlite_kernels import SCALE_BLOCK
@@ -162,7 +161,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
         permanent=placement.permanent,
         single_rank=placement.single_rank,
         temporaries=0 if recipe.on_gpu or recipe.in_backward else temporary_nbytes(_longest(flats), recipe.state),
-        host_nbytes=sum(arenas) + PAGESIZE * len(arenas) + sum(map(_low_gaps, flats)),
+        host_nbytes=sum(arenas) + sum(map(_low_gaps, flats)),
     )
 
 
@@ -273,7 +272,7 @@ def _offloaded_arenas(flats: Sequence[Flat], recipe: Recipe) -> Sequence[int]:
 
 def _low_gaps(flat: Flat) -> int:
     """Return the bytes in host memory around a flat's low bits: these are laid out like the weights, with all gaps."""
-    return 0 if flat.states is None or flat.low is None else flat.low.nbytes - _own_numel(flat) + PAGESIZE
+    return 0 if flat.states is None or flat.low is None else flat.low.nbytes - _own_numel(flat)
 
 
 def _chunk_nbytes(flats: Sequence[Flat], recipe: Recipe) -> int:

@@ -1,8 +1,8 @@
 """Find the cheapest runs of a model that fit into the memory of a rank.
 
-In: a model, its batch, and a number of bytes (`fit`); or a `Planner`, the run to start from (`Setting`) and the bytes
-(`search`). Out: a `Fit`, the cheapest run, with the next cheapest runs as alternatives. `DIMENSIONS` is the table of
-what the search may change, and `RULES` the table of the changes that a program can notice in its numbers.
+In: a `Planner`, the run to start from (`Setting`), and a number of bytes. Out: a `Fit`, the cheapest run, with the next
+cheapest runs as alternatives. `DIMENSIONS` is the table of what the search may change, and `RULES` the table of the
+changes that a program can notice in its numbers. `fit_model.py` calls the search for a model in Python.
 
 A run is cheaper than another if it uses weaker rules; then if its predicted step takes less time; then if it copies
 fewer states to the host and back; then if it needs less memory. So runs that compute the same numbers as the run to
@@ -22,17 +22,13 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardlite.config import STATES, MemoryLimit, Precision, launched_ranks
+from shardlite.config import STATES, MemoryLimit
 from shardlite.errors import LayoutError
-from shardlite.plan import fit_text
 from shardlite.plan.budget import Budget
-from shardlite.plan.clusters import CLUSTERS, Cluster, memory_of
-from shardlite.plan.limit import MOST_RANKS
+from shardlite.plan.clusters import CLUSTERS, Cluster
+from shardlite.plan.fit_text import arguments, heading, lines, nothing_fits, paragraph, size
 from shardlite.plan.planner import Planner, RankPlan, Setting
-from shardlite.plan.source import Source
 from shardlite.plan.step_time import StepTime, simulate
 from shardlite.plan.timeline import plain_events, timeline_of
 from shardlite.wrapping import Offload
@@ -141,7 +137,7 @@ class Fit:
     @property
     def shardlite(self) -> dict[str, Any]:
         """Keyword arguments of `ShardLite`, with the memory limit."""
-        return {**fit_text.arguments(self.plan.setting), "memory_limit": self.memory_limit}
+        return {**arguments(self.plan.setting), "memory_limit": self.memory_limit}
 
     @property
     def adamw(self) -> dict[str, Any]:
@@ -171,115 +167,14 @@ class Fit:
     @property
     def lines(self) -> list[str]:
         """The lines of Python to write, in a program with a `model` and a function `loss_of(part)`."""
-        return list(fit_text.lines(self.plan.setting, self.shardlite, self.adamw, self.classes))
+        return list(lines(self.plan.setting, self.shardlite, self.adamw, self.classes))
 
     def __repr__(self) -> str:
         runs = [
-            f"{number}. {fit_text.paragraph(each.plan, each.rules, each.step, each.cluster, each.lines)}"
+            f"{number}. {paragraph(each.plan, each.rules, each.step, each.cluster, each.lines)}"
             for number, each in enumerate((self, *self.alternatives), 1)
         ]
         return "\n\n".join([self.heading, *runs])
-
-
-# ---- the function of users ------------------------------------------------------------------------------------------
-
-
-def fit(
-    module_factory: Callable[[], nn.Module],
-    example_batch: Any,
-    memory: str | int,
-    *,
-    ranks: int | None = None,
-    global_batch: int | None = None,
-    keep: str | Iterable[str] = (),
-    precision: Precision = Precision(),  # noqa: B008 (frozen)
-    cluster: str | None = None,
-    device: torch.device | str | None = None,
-) -> Fit:
-    """Find the cheapest run of a model in which a rank holds at most `memory`. Nothing is allocated or trained.
-
-    The search chooses the stage, `reshard_after_forward`, the formats of computation, weights and moments, steps in the
-    backward, activation checkpointing, the share of states in host memory, and the micro-batch. Runs that compute the
-    same numbers come first, up to the order in which the gradients of micro-batches are added. Among them, the run with
-    the shortest predicted step is the cheapest.
-
-    Args:
-        module_factory: function that creates the model. It is called with fake tensors.
-        example_batch: the arguments of the model for the rows of a rank in a step: a tensor, a tuple, or a mapping of
-            keywords. Only shapes and dtypes matter. Tensors whose first dimension is that of the first tensor have rows
-            of the batch; others are passed to every micro-batch as they are. The model returns the loss, or an output
-            with a `loss`.
-        memory: memory of a rank: an amount (`"24GB"`, `"24GiB"`), a card (`"H100"`), or a number of bytes. It includes
-            tensors only: leave some memory for the CUDA context and for fragmentation, see `docs/plan.md`.
-        ranks: number of ranks. `None`: as many as the launcher has started, or 1.
-        global_batch: rows of all ranks in a step. `None`: the rows of `example_batch`, times the number of ranks.
-        keep: what must not change, by name: `"stage"`, `"precision"`, `"moments"`, `"in_backward"`, `"checkpointing"`,
-            `"offload"` or `"batch"`.
-        precision: the precision to start from. All its options are kept, except that `compute` may become bf16, and
-            `master` may become `"split24"`.
-        cluster: name of a cluster, such as `"pcie-a100"`, whose predicted times order the runs and are printed. `None`:
-            `pcie-a100` or, for ranks on CPUs, `cpu`; times are not printed.
-        device: type of the device of the ranks. `None`: that of `cluster`, or else CUDA if it is available.
-
-    Returns:
-        The cheapest run. `fit.shardlite` and `fit.adamw` are keyword arguments. `fit.micro_batch`, `fit.accumulate`,
-        `fit.sharded` and `fit.checkpointing` say how the program must run a step. `fit.alternatives` has the next two
-        runs. `repr(fit)` prints everything.
-
-    Raises:
-        LayoutError: no run fits. The message names the smallest run, and what it holds.
-        SourceError: the model cannot be created or traced with fake tensors.
-        ValueError: an argument has an invalid value.
-
-    Example:
-        >>> fit = shardlite.fit(make_model, batch, memory="24GB", ranks=2)
-        >>> print(fit)
-        >>> model = ShardLite(make_model(), **fit.shardlite)
-        >>> optimizer = AdamW(model.parameters(), lr=3e-4, **fit.adamw)
-    """
-    world_size = launched_ranks() if ranks is None else ranks
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= MOST_RANKS:
-        raise ValueError(f"fit: ranks must be a number from 1 to {MOST_RANKS}, got {ranks!r}")
-    if cluster not in (None, *CLUSTERS):
-        raise ValueError(f"fit: cluster {cluster!r} is not one of {', '.join(CLUSTERS)}")
-    chosen = None if cluster is None else CLUSTERS[cluster]
-    nbytes, kept = _nbytes(memory), check_keep(keep)
-    kind = None if device is None else torch.device(device).type
-    on_gpu = kind != "cpu" if kind is not None else torch.cuda.is_available() if chosen is None else chosen.on_gpu
-    source = _source_of(module_factory, example_batch)
-    rows = source.rows() if global_batch is None else global_batch // world_size
-    if rows < 1 or rows * world_size != (global_batch or rows * world_size):
-        raise ValueError(f"fit: global_batch must be a multiple of the {world_size} ranks, got {global_batch}")
-    start = Setting(world_size=world_size, precision=precision, rows=rows, on_gpu=on_gpu)
-    with torch.random.fork_rng(devices=[]):  # the constructor may seed
-        return search(Planner(source), start, nbytes, keep=kept, cluster=chosen)
-
-
-def _nbytes(memory: str | int) -> int:
-    """Return a memory in bytes.
-
-    Raises:
-        ValueError: `memory` is neither a positive number of bytes nor a known amount or card.
-    """
-    if isinstance(memory, str):
-        return memory_of(memory, "memory")
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ValueError(f"memory must be an amount (24GB, 24GiB) or a positive number of bytes, got {memory!r}")
-    return memory
-
-
-def _source_of(make: Callable[[], nn.Module], example: Any) -> Source:
-    """Return a model and the shapes of its batch."""
-    given = example if isinstance(example, Mapping | tuple | list) else (example,)
-    leaves, spec = tree_flatten(given)
-    shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def batch() -> Any:
-        made = (torch.zeros(each[0], dtype=each[1]) if isinstance(each, tuple) else each for each in shapes)
-        return tree_unflatten(list(made), spec)
-
-    sizes = " and ".join(f"{list(leaf.shape)}" for leaf in leaves if isinstance(leaf, Tensor))
-    return Source(getattr(make, "__name__", type(make).__name__), make, batch, f"batch of {sizes}")
 
 
 # ---- the search -----------------------------------------------------------------------------------------------------
@@ -324,6 +219,8 @@ class _Search:
         self._start = replace(start, rows=start.rows or planner.source.rows())
         assert self._start.rows is not None
         self._total = self._start.rows * start.accumulate
+        if "batch" in keep and start.in_backward and start.accumulate > 1:
+            raise ValueError("a search plans steps in the backward without accumulation only: do not keep the batch")
         choices: list[Sequence[Changes]] = [
             [{}] if name in keep else list(choose(start)) for name, choose in DIMENSIONS.items()
         ]
@@ -431,7 +328,7 @@ class _Search:
                 rules=[rule.words for rule in RULES if self._breaks(rule, plan.setting)],
                 step=self._time(plan),
                 cluster=self._cluster,
-                heading=fit_text.heading(self._planner, self._start, self._nbytes, len(plans)),
+                heading=heading(self._planner, self._start, self._nbytes, len(plans)),
                 classes=self._planner.recomputed_classes,
             )
             for plan in plans
@@ -458,8 +355,8 @@ class _Search:
         least = min(units, key=lambda unit: unit.full)
         if self._nbytes < least.full:
             raise LayoutError(
-                f"a memory of {fit_text.size(self._nbytes)} is below the full weights of the smallest unit, "
-                f"{least.name!r}, which are {fit_text.size(least.full)}: no number of ranks can train this model"
+                f"a memory of {size(self._nbytes)} is below the full weights of the smallest unit, "
+                f"{least.name!r}, which are {size(least.full)}: no number of ranks can train this model"
             )
 
     def _nothing_fits(self) -> str:
@@ -472,7 +369,7 @@ class _Search:
             plan = self._planner.plan(setting)
             best = plan if best is None or plan.peak < best.peak else best
         assert best is not None, "there is at least the run to start from"
-        return fit_text.nothing_fits(self._planner, best, self._nbytes, self._keep)
+        return nothing_fits(self._planner, best, self._nbytes, self._keep)
 
 
 def _without_activations(budget: Budget) -> int:

@@ -1,5 +1,6 @@
 """States in host memory: pinned memory near the GPU, which is unpinned at its end."""
 
+import ctypes
 import gc
 import os
 import resource
@@ -41,6 +42,7 @@ def test_memory_is_pinned_as_long_as_it_is_used(driver):
     assert not memory.any()
     assert driver.pinned == {memory.data_ptr(): 2000}
     assert memory.data_ptr() % resource.getpagesize() == 0, "no page is pinned twice"
+    assert memory.untyped_storage().nbytes() == 2000
     part = memory[10:20]
     del memory
     assert driver.pinned
@@ -54,17 +56,26 @@ def test_memory_without_elements_is_not_pinned(driver):
     assert not driver.pinned
 
 
-def test_memory_is_freed_after_the_last_copy(driver):
-    states, log = HostStates(CUDA), []
+@pytest.mark.parametrize("captures", [False, True])
+def test_memory_is_freed_after_the_last_copy(driver, captures):
+    """The finalizer waits neither for the GPU nor for the end of a capture: a later call frees the memory."""
+    states, answers = HostStates(CUDA), [False, True]
     memory = states.zeros(8, torch.float32)
-    event = SimpleNamespace(record=lambda: log.append("record"), synchronize=lambda: log.append(dict(driver.pinned)))
+    event = SimpleNamespace(record=lambda: None, query=lambda: captures or answers.pop(0))
     with mock.patch.object(torch.cuda, "Event", return_value=event):
         states.record_copies()
     address = memory.data_ptr()
-    del memory
-    gc.collect()
-    assert log == ["record", {address: 32}]
-    assert not driver.pinned
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=captures),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captures),
+    ):
+        del memory
+        gc.collect()
+    assert driver.pinned == {address: 32}
+    ctypes.memset(address, 1, 32)  # the driver may copy to it
+    other = HostStates(CUDA).zeros(8, torch.float32)
+    assert list(driver.pinned) == [other.data_ptr()]
+    assert not other.any()
 
 
 @pytest.mark.parametrize(("limit", "words"), [(8 << 20, "at most 8388608 bytes"), (resource.RLIM_INFINITY, "without")])

@@ -23,6 +23,7 @@ COLLECTED = {
     "shardlite/comm/streams.py: self._queue.put": "a message to a thread; `SimpleQueue.put` takes no lock",
     "shardlite/comm/transport/nccl.py: setattr": "sets a flag",
     "shardlite/model.py: _trim": "frees pages, unless another thread holds the lock, which then does it",
+    "shardlite/params/host_states.py: _retire": "appends to a deque; unpins what no stream uses, and queries events",
     "shardlite/telemetry/ledger.py: self._dead.append": "appends to a deque",
     "shardlite/weights/saved_tensors.py: __del__": "counts; only autograd's thread reshards, others append to a list",
 }

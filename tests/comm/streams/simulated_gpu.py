@@ -77,7 +77,7 @@ class Memory:
     """Whether it was allocated during a capture."""
 
     is_hosts: bool = False
-    """Whether it is pinned memory of the host, which frees it behind what it has waited for."""
+    """Whether it is pinned memory of the host, which is freed when no stream uses it."""
 
 
 class Gpu(Cuda):
@@ -253,8 +253,6 @@ class Gpu(Cuda):
         if memory.is_graphs and self.recording is None:
             return  # it waits for the end of the graph
         for each in memory.accesses:
-            if memory.is_hosts and self.host[each.stream.number] < each.tick:
-                self.races[f"{each}, but the host frees it"] += 1
             if not memory.is_hosts and not any(
                 each.is_before(stream) for stream in (memory.allocated_on, *memory.recorded)
             ):
