@@ -5,6 +5,7 @@ from the events of a chain of units without activations, so the program need not
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -44,8 +45,10 @@ def check_memory_limit(module: nn.Module, plan: Plan, options: Options, world_si
     if total <= limit.nbytes:
         return
     variants = [*_variants(asked), *_with_more_ranks(module, asked, limit)]
-    rows = [(words, _timeline(module, recipe).total + limit.activations) for words, recipe in variants]
-    rows.insert(0, ("as asked", total))
+    rows = [("as asked", total)]
+    for words, recipe in variants:
+        with suppress(ValueError):  # `offload` may be less than the smallest unit in other formats
+            rows.append((words, _timeline(module, recipe).total + limit.activations))
     width = max(len(words) for words, _ in rows)
     table = [f"  {words:<{width}}  {_gb(nbytes)}{', fits' * (nbytes <= limit.nbytes)}" for words, nbytes in rows]
     parts = ", ".join(f"{purpose} {_gb(nbytes)}" for purpose, nbytes in timeline.peak.items() if nbytes)

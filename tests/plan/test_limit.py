@@ -118,6 +118,13 @@ def test_states_on_the_host_are_suggested_on_a_gpu_only():
         assert not any("offload" in line for line in lines)
 
 
+def test_formats_in_which_no_unit_stays_are_not_suggested():
+    """A unit has 8 bytes of fp32 moments per element, and 9 with the low bits of split weights."""
+    lines = refused(Offload(resident=8 * BLOCK // 2 + 512))
+    assert not any("Precision" in line for line in lines)
+    assert any("offload=True" in line for line in lines)
+
+
 def test_a_limit_counts_what_stays_on_the_gpu():
     whole, half, none = (bytes_of("as asked", refused(share and Offload(share=share))) for share in (None, 0.5, 1.0))
     assert whole > half > none

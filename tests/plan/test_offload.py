@@ -139,6 +139,7 @@ def test_the_next_forward_holds_the_gradient_of_a_unit_until_it_uses_the_unit(pl
         {"offload": True},
         {"offload": 0.5, "precision": SPLIT},
         {"offload": True, "precision": replace(SPLIT, keep="rise"), "stage": 1},
+        {"offload": True, "precision": Precision(compute=torch.bfloat16, keep="rise")},  # fp32 masters of both dtypes
         {"offload": True, "in_backward": True, **COMPACT},
         {"offload": 20_000, **MIXED, "state": "bf16", "stage": 2},
         {"offload": True, **COMPACT, "stage": 0},
