@@ -254,7 +254,7 @@ def test_the_command_plans_offloaded_states(tmp_path, capsys, value, argument):
         assert run(*fixed, *offload) == 0
         row = json.loads(file.read_text())["groups"][0]["ranks"][0]
         peaks.append(row["peak_bytes"])
-    assert row["host_bytes"] > row["host_traffic"] > 0
+    assert row["host_bytes"] >= row["host_traffic"] > 0
     assert row["seconds"]["host"] == row["host_traffic"] / 25.1e9
     assert peaks[1] != peaks[0]
     before, after = capsys.readouterr().out.split("\nwrote")[:2]
