@@ -163,14 +163,16 @@ def plan_units(module: nn.Module, options: Options, world_size: int, device: tor
 def _offloaded(flats: Sequence[Sequence[FlatPlan]], options: Options, device: torch.device) -> Sequence[bool]:
     """Return whether the states of each unit are kept in host memory.
 
-    The moments count in the format of `options.memory_limit`, or as fp32.
+    Moments count as fp32. If `options.offload` is a number of bytes, they count in the format of
+    `options.memory_limit`.
 
     Raises:
         ValueError: the smallest unit is larger than the bytes that may stay on the GPU.
     """
     if options.offload is None or not can_offload(device):
         return [False] * len(flats)
-    state = "fp32" if options.memory_limit is None else options.memory_limit.state
+    limit = options.memory_limit
+    state = "fp32" if limit is None or options.offload.resident is None else limit.state
     return options.offload.chooses([sum(_state_nbytes(flat, options, state) for flat in unit) for unit in flats])
 
 
