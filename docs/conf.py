@@ -34,6 +34,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!shardlite\.).*"),  # names of PyTorch and of Python have no page here
     ("py:class", r"shardlite\.engine\.uneven_inputs\.Batch"),  # whatever the loader yields
     ("py:class", r"shardlite\.optim\.layout\.OptimizerLayout"),  # what the library alone calls returns it
+    ("py:class", r"shardlite\.plan\.(planner\.RankPlan|step_time\.StepTime|clusters\.Cluster)"),  # parts of a `Fit`
+    ("py:class", r"shardlite\.(params\.flat\.Flat|wrapping\.init\.Values)"),  # described where `extend` uses them
 ]
 
 autodoc_mock_imports = ["accelerate", "lightning", "safetensors", "transformers"]  # the site is built without them

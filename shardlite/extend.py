@@ -6,7 +6,7 @@
     reducing, stand_ins, gather_state_dicts    gradients and names of a wrapped model
     read_from                                  values of parameters that are on the meta device
     Weights                                    this rank's part of the weights, for averages
-    patch, install                             changes in other packages (`docs/patches.md`)
+    patch, install                             changes in other packages, see docs/patches.md
 
 `shardlite.integrations` and `shardlite.EMA` use these names and no others. `tests/project/test_extend.py` checks this.
 """
