@@ -18,7 +18,7 @@ from shardlite.params import ShardTensor
 from shardlite.params.host_states import OFFLOADED, HostStates
 from shardlite.params.parameters import SteppingShard
 from tests.comm.streams import programs
-from tests.comm.streams.programs import EVENTS, NOT_IN_BACKWARD, RUNS, SPLIT, WORLD_SIZE, Training, loss
+from tests.comm.streams.programs import BF16, EVENTS, NOT_IN_BACKWARD, RUNS, SPLIT, WORLD_SIZE, Training, loss
 from tests.comm.streams.simulated_gpu import Gpu
 from tests.comm.streams.test_stream_races import assert_no_race, where_the_host_would_wait
 
@@ -69,6 +69,7 @@ def trained(steps=3, **options):
     gpu = Gpu(1)
     with gpu.ranks(WORLD_SIZE):
         training = Training(**options)
+        training.gpu = gpu
         training.step(steps)
         yield training
         del training
@@ -187,11 +188,12 @@ def test_a_missing_wait_is_found(name, monkeypatch):
     assert gpu.races
 
 
-def test_a_step_runs_beside_the_next_forward():
+@pytest.mark.parametrize("options", [{}, {"stage": 1}, {"stage": 0, "precision": BF16}], ids=str)
+def test_a_step_runs_beside_the_next_forward(options):
     """Each unit waits for its own step only. Reading a shard waits, too."""
     gpu, seen = Gpu(1), []
     with gpu.ranks(WORLD_SIZE):
-        training = Training(offload=True)
+        training = Training(offload=True, **options)
         training.step(3)
         beside = training.optimizer._layout.offloaded._beside
         for block in training.model.module:
@@ -228,6 +230,7 @@ READS = {
 
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("options", [{}, {"precision": SPLIT, "state": "int8"}], ids=str)
+@pytest.mark.sample(3)
 def test_what_reads_weights_or_gradients_waits_for_the_step(read, options):
     gpu = Gpu(1)
     with gpu.ranks(WORLD_SIZE):
@@ -313,6 +316,7 @@ PROGRAMS = [with_scaler, with_nan, with_schedule, with_tensor_lr, accumulating, 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("options", [{}, {"stage": 1, "precision": SPLIT, "state": "int8"}, {"stage": 0}], ids=str)
 @pytest.mark.filterwarnings("ignore::shardlite.NonFiniteWarning")
+@pytest.mark.sample(3)
 def test_the_bits_do_not_depend_on_where_states_are(program, options):
     outcomes = []
     for offloaded in (None, True, 0.4):
@@ -366,7 +370,7 @@ def test_memory_counts_states_by_where_they_are():
     with trained(precision=SPLIT, state="int8", offload=True) as training:
         layout, held = training.optimizer._layout, training.model.memory()
         host = sum(arena.nbytes for arena in layout.arenas)
-        assert held[OFFLOADED].now == host
+        assert held[OFFLOADED].now == host == training.gpu.calls["bytes pinned"], "all of it is pinned, once"
         assert held["offload buffers"].now == offload.BUFFERS * CHUNK == layout.offloaded.memory.nbytes
         stays = [*(arena.rows for arena in layout.arenas), *(counts.steps for counts in layout.counts)]
         assert held["optimizer state"].now == sum(each.nbytes for each in stays)
