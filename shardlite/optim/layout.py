@@ -38,7 +38,7 @@ from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, ShardInfo, as_real, round_up
 from shardlite.params.host_states import HostStates
 from shardlite.params.layout import PADDED, is_padded
-from shardlite.params.parameters import begin_steps
+from shardlite.params.parameters import begin_steps, late
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EXPONENTS = ("exp_avg_exponent", "exp_avg_sq_exponent")
@@ -79,12 +79,6 @@ class OptimizerLayout:
             for group in groups
         ]
         return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
-
-    def settle(self) -> None:
-        """Let the host wait until states that are kept in host memory have arrived there."""
-        for arena in self.arenas:
-            if arena.states is not None:
-                arena.states.settle()
 
     @torch.no_grad()
     def adopt(self, slots: Iterable[StateSlot], states: dict[Tensor, Any]) -> None:
@@ -292,7 +286,8 @@ class Arena:
         if slot.param.is_complex():
             avg, sq = (moment.view(slot.param.dtype) for moment in (avg, sq))
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
-        return entry | {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
+        entry |= {name: each for name, each in zip(_EXPONENTS, exponents, strict=True) if each is not None}
+        return entry if self.states is None else {name: late(each, self.states.settle) for name, each in entry.items()}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
         """Return elements `[start, stop)` of the storage, in a run that begins with `first`. Results are cached."""
