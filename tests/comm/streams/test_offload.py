@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 from contextlib import contextmanager
 from mmap import PAGESIZE
 from unittest import mock
@@ -259,7 +258,6 @@ COPIES = {
         each.clone() for entry in copy.deepcopy(training.optimizer).state.values() for each in entry.values()
     ],
     "deepcopy of shards": lambda training: [copy.deepcopy(each) + 1 for each in training.params],
-    "pickle": lambda training: pickle.loads(pickle.dumps([each + 0 for each in training.params])),
     "states": lambda training: [each + 1 for entry in training.optimizer.state.values() for each in entry.values()],
     "states that are written": lambda training: [
         entry["exp_avg"].mul_(2) for entry in training.optimizer.state.values()
@@ -496,6 +494,23 @@ def test_an_interrupt_leaves_weights_and_states_of_the_same_steps():
         training.step(2)
         gc.collect()
     assert_no_race(gpu)
+
+
+def test_an_error_in_a_backward_gives_the_buffer_back_at_once():
+    """Also if the program holds the error. Otherwise the buffer would be copied back later, with another chunk."""
+    gpu = Gpu(1)
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(offload=True, in_backward=True)
+        training.step(2)
+        offloaded, counts = training.optimizer._layout.offloaded, training.optimizer._layout.counts[0]
+        copied = offloaded.copied
+        steps = mock.patch.multiple(counts, reduce=programs._fail, add_rows=programs._fail)
+        back = mock.patch.object(HostStates, "record_copies", autospec=True, side_effect=HostStates.record_copies)
+        with steps, back as record, pytest.raises(KeyError) as held:
+            loss(training.model).backward()
+        assert held.tb
+        assert offloaded.copied > copied
+        assert record.call_count == 1
 
 
 def test_bytes_below_the_smallest_unit_are_refused_before_memory_is_allocated():
