@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Slot, as_they_are
-from shardlite.params.parameters import Sharded
+from shardlite.params.parameters import Sharded, get_grad, ordinary_class, wait_for_steps
 
 STEPS, EVERY = 3, 50
 """Periods of `STEPS` steps are watched: one at the start, and one around each multiple of `EVERY`."""
@@ -385,6 +385,7 @@ class _Watched:
         kwargs = kwargs or {}
         known = None
         if not torch.compiler.is_compiling():
+            wait_for_steps(func, args, kwargs)
             if func in _ARITHMETIC:
                 _refuse_mixtures(func, args)
             known = None if func in _UNJUDGED else _first((*args, *kwargs.values()))
@@ -422,12 +423,17 @@ class _Seen(_Watched, Tensor):
 class SeenShard(_Watched, Shard):
     """A watched shard. Its gradient is watched as well."""
 
-    ordinary = Shard
+    @property
+    def ordinary(self) -> type[Shard]:  # type: ignore[override]
+        """The class of the shard while it is not watched."""
+        return ordinary_class(self)
 
     @property
     @torch._disable_dynamo
     def grad(self) -> Tensor | None:
         """The gradient of the shard. Reading this property turns the gradient into a watched tensor."""
+        if torch._C._is_torch_function_enabled():
+            wait_for_steps(get_grad, self)
         with as_they_are():
             grad: Tensor | None = _own_grad.__get__(self)
         if type(grad) is Tensor and (known := _known.get(self)) is not None:  # a copy has no record

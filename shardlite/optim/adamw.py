@@ -158,8 +158,6 @@ class AdamW(Optimizer):
             NonFiniteError: a step in a backward has written NaNs into the weights.
         """
         self._backward_steps.alarm.wait()
-        if self._layout is not None:
-            self._layout.settle()
         saved: dict[str, Any] = super().state_dict()
         saved["state"] = {key: canonical(entry, torch.device("cpu")) for key, entry in saved["state"].items()}
         return saved

@@ -223,10 +223,7 @@ class InBackwardStep:
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
                 stretch = slot.arena.slice_of(slot, slot.start + low - begin, slot.start + high - begin)
-                chunks: Iterable[tuple[int, RunSlice]] = ((0, stretch),)
-                if slot.arena.states is not None and self._layout.offloaded is not None:
-                    chunks = self._layout.offloaded.chunks(slot.arena.states, stretch)
-                for first, chunk in chunks:
+                for first, chunk in self._chunks(slot, stretch):
                     first += low - start
                     here = slice(first, first + chunk.state.param.numel())
                     if received is None:
@@ -235,6 +232,16 @@ class InBackwardStep:
                         slot.counts.add_rows(chunk, received.part(here), divisor, self.bad)
                     else:
                         slot.counts.reduce(chunk, received[here], summand[here], divisor, self.bad)
+
+    def _chunks(self, slot: StateSlot, stretch: RunSlice) -> Iterable[tuple[int, RunSlice]]:
+        """Return the parts of `stretch` that one call steps, each with its first index.
+
+        The caller must keep the result in no variable. After an error, a program that holds the error would hold this
+        variable too, and the chunk would be copied back when the buffer has another one.
+        """
+        if slot.arena.states is None or self._layout.offloaded is None:
+            return ((0, stretch),)
+        return self._layout.offloaded.chunks(slot.arena.states, stretch)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
         """Return the state, table and `bad` for one kernel call that steps with all gradients in a buffer [numel].

@@ -37,7 +37,7 @@ from shardlite.optim.entries import EXPONENTS, MOMENTS, canonical, check_dense, 
 from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, HostStates, ShardInfo, as_real, round_up
 from shardlite.params.layout import PADDED, is_padded
-from shardlite.params.parameters import begin_steps
+from shardlite.params.parameters import begin_steps, late
 
 
 class OptimizerLayout:
@@ -59,6 +59,7 @@ class OptimizerLayout:
         self.arenas = [Arena(each, moments) for each in _grouped(slots, StateSlot.storage)]
         arenas = [(arena.states.device, arena.nbytes) for arena in self.arenas if arena.states is not None]
         self.offloaded = OffloadedSteps(arenas[0][0], max(nbytes for _, nbytes in arenas)) if arenas else None
+        self.arenas.sort(key=lambda arena: -1 if arena.states is None else arena.slots[0].start)  # as the forward runs
         self.slots = [slot for arena in self.arenas for slot in arena.slots]
         self.counts = [_make_counts(each) for each in _grouped(slots, lambda slot: slot.param.device)]
         self._runs: dict[bool, tuple[object, list[_Run]]] = {}  # of the latest step, after what they depend on
@@ -75,12 +76,6 @@ class OptimizerLayout:
             for group in groups
         ]
         return self._places == [[(id(param), param.data_ptr()) for param in params] for params in shards]
-
-    def settle(self) -> None:
-        """Let the host wait until states that are kept in host memory have arrived there."""
-        for arena in self.arenas:
-            if arena.states is not None:
-                arena.states.settle()
 
     @torch.no_grad()
     def adopt(self, slots: Iterable[StateSlot], states: dict[Tensor, Any]) -> None:
@@ -288,7 +283,8 @@ class Arena:
         if slot.param.is_complex():
             avg, sq = (moment.view(slot.param.dtype) for moment in (avg, sq))
         entry = {name: moment.view(slot.param.shape) for name, moment in zip(MOMENTS, (avg, sq), strict=True)}
-        return entry | {name: each for name, each in zip(EXPONENTS, exponents, strict=True) if each is not None}
+        entry |= {name: each for name, each in zip(EXPONENTS, exponents, strict=True) if each is not None}
+        return entry if self.states is None else {name: late(each, self.states.settle) for name, each in entry.items()}
 
     def slice_of(self, first: StateSlot, start: int, stop: int) -> RunSlice:
         """Return elements `[start, stop)` of the storage, in a run that begins with `first`. Results are cached."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardlite.params.full_buffer import storage_key
 from shardlite.params.host_states import HostStates
 from shardlite.params.layout import Layout, Place, Slot, mark_padded, views
-from shardlite.params.parameters import Placeholder, become, end_steps, requires_grad_of
+from shardlite.params.parameters import Placeholder, become, end_steps, late, requires_grad_of
 from shardlite.params.shard_tensor import Gather, ShardTensor, apart
 
 
@@ -163,9 +163,12 @@ class Flat:
             (local,) = views(self.local, [_place(slot, start, stop)])
             if self.rank is None:
                 return apart(local)
+            if self.states is not None:
+                local = late(local, self.states.wait_for_step)
             return ShardTensor(local, slot.shape, self.range_of(index)[0], gather=gather, is_weight=True)
-        self.settle()
         high, low, shape = self.local[start:stop], self.low[start:stop], self.shards[index].shape
+        if self.states is not None:
+            low = late(low, self.states.settle)  # behind the step of the upper part
         return ShardTensor(
             lambda high, low: joined(high, low.to(high.device)).view(shape),
             slot.shape,

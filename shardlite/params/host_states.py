@@ -65,9 +65,9 @@ class HostStates:
         self._stepped.record()
 
     def wait_for_step(self) -> None:
-        """Order the current stream after the latest step of the unit's weights."""
+        """Order the current stream of `device`, which may not be the current device, after the latest step."""
         if self._stepped is not None:
-            self._stepped.wait()
+            self._stepped.wait(torch.cuda.current_stream(self.device))
 
     def record_copies(self) -> None:
         """Record that the current stream has copied states to this memory."""

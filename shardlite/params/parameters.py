@@ -21,7 +21,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardlite.errors import LayoutError
@@ -273,26 +273,37 @@ class SteppingShard(Shard):
     ) -> Any:
         """Order the current stream after the steps of the shards among the arguments, and call `func`."""
         kwargs = kwargs or {}
-        if func not in _harmless or func == _get_grad:  # the step may write the gradient
-            for each in tree_leaves((args, kwargs)):
-                if isinstance(each, SteppingShard):
-                    _waits[each]()
+        wait_for_steps(func, args, kwargs)
         with as_they_are():
             return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Shard:
+        """Copy as a shard without a step."""
+        memo[id(self)] = copied = Shard(self.data.clone(), self.requires_grad)
+        return copied
 
-_get_grad = _own_grad.__get__
+
+get_grad = _own_grad.__get__
 
 _waits: Any = WeakTensorKeyDictionary()
-"""For each shard that may be a `SteppingShard`, the function by which a stream waits for the step."""
+"""For each shard that may be a `SteppingShard`, the function by which a stream waits for the latest step."""
 
 
 def begin_steps(shards: Iterable[Any], wait: Callable[[], None]) -> None:
     """Let operations on `shards` first call `wait`, which orders the current stream after a step of the shards."""
     for shard in shards:
-        if type(shard) is Shard:
+        if type(shard) is not SteppingShard:
             _waits[shard] = wait
+        if type(shard) is Shard:  # otherwise it is watched, and calls `wait_for_steps`, too
             shard.__class__ = SteppingShard
+
+
+def wait_for_steps(func: Callable[..., Any], *arguments: Any) -> None:
+    """Order the current stream after steps of the shards among the arguments of `func`, if it reads their values."""
+    if func not in _harmless or func == get_grad:  # the step may write the gradient
+        for each in tree_leaves(arguments):
+            if isinstance(each, Shard) and (wait := _waits.get(each)) is not None:
+                wait()
 
 
 def end_steps(shards: Iterable[Any]) -> None:
@@ -300,6 +311,39 @@ def end_steps(shards: Iterable[Any]) -> None:
     for shard in shards:
         if type(shard) is SteppingShard:
             shard.__class__ = Shard  # type: ignore[assignment]
+
+
+def ordinary_class(shard: Shard) -> type[Shard]:
+    """Return the class of a shard that is no longer watched (`engine/watch.py`), and whose step may still run."""
+    return SteppingShard if shard in _waits else Shard
+
+
+class LateTensor(Tensor):
+    """A tensor that a stream writes for which others do not wait. Functions that read it first call `wait`."""
+
+    wait: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait, and call `func` with ordinary tensors. So its results are ordinary tensors, copies included."""
+        leaves, tree = tree_flatten((args, kwargs or {}))
+        for place, each in enumerate(leaves):
+            if isinstance(each, LateTensor):
+                if func not in _harmless:
+                    each.wait()
+                with as_they_are():
+                    leaves[place] = each.as_subclass(Tensor)
+        args, kwargs = tree_unflatten(leaves, tree)
+        return func(*args, **kwargs or {})
+
+
+def late(tensor: Tensor, wait: Callable[[], None]) -> Tensor:
+    """Return `tensor` with the same memory as a `LateTensor`."""
+    made = tensor.as_subclass(LateTensor)
+    made.wait = wait
+    return made
 
 
 def _hand_out(param: Any, view: Tensor) -> Tensor:

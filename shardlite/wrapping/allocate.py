@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardlite.comm import Context
+from shardlite.comm import Context, problem_in
 from shardlite.params import OFFLOADED, ROOT, Flat, HostStates, OffloadedFlat, Shard, ShardInfo, Unit, allocate_arenas
 from shardlite.wrapping.init import broadcast_buffers, broadcast_init
 from shardlite.wrapping.partition import UnitPlan, applies
@@ -68,7 +68,11 @@ def wrap(module: nn.Module, plan: Plan, options: Options, context: Context) -> W
         LayoutError: a parameter is not initialized. Raised on every rank. The module can no longer be used.
     """
     placement = placement_of(plan, options, context.transport.rank, context.world_size)
-    units = build_units(plan, placement)
+    units: list[Unit] = []
+    if any(plan.offloaded):  # the driver of a single rank may refuse to pin memory
+        context.agree("offload", problem_in(lambda: units.extend(build_units(plan, placement))))
+    else:
+        units = build_units(plan, placement)
     error = broadcast_init(plan.units, units, module, options.init, context)
     mark_wrapped(units)
     context.agree("initial values", error)

@@ -185,7 +185,7 @@ def test_options_are_checked_on_every_rank(group, module, options, words):
         (failing_policy_body, "division by zero"),
         (replaced_body, "parameter '0.0.weight' was replaced after wrapping"),
         (shape_body, "ranks wrapped different models: rank 0 has parameter weight [8, 8]"),
-        (count_body, "ranks wrapped different models: rank 0 has 11 entries, rank 1 has 13"),
+        (count_body, "ranks wrapped different models: rank 0 has 12 entries, rank 1 has 14"),
         (setting_body, "rank 0 has stage 0, rank 1 has stage 3"),
         (one_rank_body, "has a gradient, which would be lost"),
         (frozen_on_one_rank_body, "ranks wrapped different models: rank 0 has"),

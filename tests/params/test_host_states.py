@@ -122,3 +122,12 @@ def test_pages_are_written_on_the_cpus_of_the_node(driver):
                 HostStates(CUDA).zeros(8, torch.float32)
     assert used == [one, allowed, allowed]
     assert os.sched_getaffinity(0) == allowed
+
+
+def test_readers_wait_on_the_gpu_of_the_states():
+    """The current GPU of the program may be another one."""
+    states, event = HostStates(torch.device("cuda:1")), mock.Mock()
+    states._stepped = event
+    with mock.patch.object(torch.cuda, "current_stream", side_effect=lambda device=None: device):
+        states.wait_for_step()
+    event.wait.assert_called_once_with(torch.device("cuda:1"))

@@ -1,5 +1,6 @@
 """States in host memory: no races, no waits of the host, and the bits of a step of states on the GPU."""
 
+import copy
 import gc
 from contextlib import contextmanager
 from unittest import mock
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlite import EMA, AdamW, LayoutError, ShardLite, WholeParameters
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.in_memory.snapshot import Snapshot
+from shardlite.engine import watch
 from shardlite.optim import offload
 from shardlite.optim.adamw import load_entries
 from shardlite.params import ShardTensor
@@ -244,6 +246,66 @@ def test_what_reads_weights_or_gradients_waits_for_the_step(read, options):
     assert_no_race(gpu)
 
 
+def clones_when_later(training):
+    """Use what a program took from the model or the optimizer before the latest step."""
+    state = list(training.optimizer.state.values()), list(training.optimizer.state_dict()["state"].values())
+    taken = [training.model.state_dict(), *state[0], *state[1]]
+    loss(training.model).backward()
+    training.optimizer.step()
+    return [local(each) + 1 for entry in taken for each in entry.values()]
+
+
+COPIES = {
+    "deepcopy of the optimizer": lambda training: [
+        each.clone() for entry in copy.deepcopy(training.optimizer).state.values() for each in entry.values()
+    ],
+    "deepcopy of shards": lambda training: [copy.deepcopy(each) + 1 for each in training.params],
+    "states": lambda training: [each + 1 for entry in training.optimizer.state.values() for each in entry.values()],
+    "states that are written": lambda training: [
+        entry["exp_avg"].mul_(2) for entry in training.optimizer.state.values()
+    ],
+    "state dicts of an earlier step": clones_when_later,
+}
+
+
+@pytest.mark.parametrize("read", COPIES)
+@pytest.mark.parametrize("options", [{}, {"precision": SPLIT, "state": "int8"}], ids=str)
+def test_copies_and_states_are_those_after_the_step(read, options):
+    """They wait, also if a program reads the states themselves, or a state dict that it made before the step."""
+    outcomes = []
+    for offloaded in (None, True):
+        gpu = Gpu(1)
+        with gpu.ranks(WORLD_SIZE):
+            training = Training(offload=offloaded, clip=False, **options)
+            torch.manual_seed(1)
+            training.step(2)
+            loss(training.model).backward()
+            training.optimizer.step()
+            training.params = training.optimizer.param_groups[0]["params"]
+            outcomes.append(dict(enumerate(each.detach().clone() for each in COPIES[read](training))))
+        assert_no_race(gpu)
+    assert_same(*outcomes)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_reads_wait_also_while_the_first_steps_are_watched(hooked):
+    """Shards have other classes then (`engine/watch.py`)."""
+    gpu, kinds = Gpu(1), set()
+    with gpu.ranks(WORLD_SIZE), mock.patch.object(watch, "EVERY", 6):
+        training = Training(offload=True, clip=False)
+        if hooked:
+            training.optimizer.register_step_post_hook(nothing)
+        for _ in range(8):
+            loss(training.model).backward()
+            training.optimizer.step()
+            for shard in training.optimizer.param_groups[0]["params"]:
+                kinds.add(type(shard))
+                shard.detach().add_(shard.grad)
+            training.optimizer.zero_grad()
+    assert kinds == {watch.SeenShard, SteppingShard}
+    assert_no_race(gpu)
+
+
 @pytest.mark.parametrize("options", [{}, {"precision": SPLIT}, {"in_backward": True}], ids=str)
 def test_averages(options):
     outcomes = []
@@ -435,6 +497,23 @@ def test_an_interrupt_leaves_weights_and_states_of_the_same_steps():
         training.step(2)
         gc.collect()
     assert_no_race(gpu)
+
+
+def test_an_error_in_a_backward_gives_the_buffer_back_at_once():
+    """Also if the program holds the error. Otherwise the buffer would be copied back later, with another chunk."""
+    gpu = Gpu(1)
+    with gpu.ranks(WORLD_SIZE):
+        training = Training(offload=True, in_backward=True)
+        training.step(2)
+        offloaded, counts = training.optimizer._layout.offloaded, training.optimizer._layout.counts[0]
+        copied = offloaded.copied
+        steps = mock.patch.multiple(counts, reduce=programs._fail, add_rows=programs._fail)
+        back = mock.patch.object(HostStates, "record_copies", autospec=True, side_effect=HostStates.record_copies)
+        with steps, back as record, pytest.raises(KeyError) as held:
+            loss(training.model).backward()
+        assert held.tb
+        assert offloaded.copied > copied
+        assert record.call_count == 1
 
 
 def test_bytes_below_the_smallest_unit_are_refused_before_memory_is_allocated():
