@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardlite import EMA, AdamW, LayoutError, ShardLite, WholeParameters
 from shardlite.checkpoint.contents import Run
 from shardlite.checkpoint.in_memory.snapshot import Snapshot
+from shardlite.comm import Context
 from shardlite.engine import watch
 from shardlite.optim import offload
 from shardlite.optim.adamw import load_entries
@@ -521,3 +522,32 @@ def test_bytes_below_the_smallest_unit_are_refused_before_memory_is_allocated():
     with gpu.ranks(WORLD_SIZE), pytest.raises(ValueError, match="the smallest unit has"):
         Training(offload=1)
     assert not gpu.calls["bytes pinned"]
+
+
+def refuse(_, what, problem=None, *args, **kwargs):
+    del what, args, kwargs
+    if problem is not None:
+        raise problem
+
+
+def test_a_driver_that_refuses_at_wrapping_is_an_error_of_all_ranks():
+    gpu = Gpu(1)
+    refused = mock.patch.object(Gpu, "pin", side_effect=LayoutError("offload: the driver could not pin"))
+    with gpu.ranks(WORLD_SIZE), refused, mock.patch.object(Context, "agree", autospec=True) as agree:
+        agree.side_effect = lambda _, what, problem=None, *args, **kwargs: (
+            (_ for _ in ()).throw(problem) if problem else None
+        )
+        with pytest.raises(LayoutError, match="could not pin"):
+            Training(offload=True, precision=SPLIT)
+    assert agree.call_args.args[1] == "offload", "ranks are told before they send weights"
+
+
+def test_steps_are_in_the_order_of_the_forward_whatever_the_order_of_parameters():
+    with trained(offload=True) as training:
+        params = list(training.model.parameters())
+        expected = training.optimizer._layout.slots
+        reverse = AdamW(reversed(params), lr=0.01)
+        loss(training.model).backward()
+        training.optimizer.zero_grad()
+        reverse._current_layout()
+        assert [slot.start for slot in reverse._layout.slots] == [slot.start for slot in expected]
