@@ -123,10 +123,10 @@ class ShardLite(nn.Module):
             `torch.no_grad()` has changed the buffers on some rank. `"own"` lets each rank keep its own buffers.
         memory_limit: maximum number of bytes per rank, or a `MemoryLimit`. A model that needs more is refused before
             memory is allocated. The error suggests options that fit.
-        offload: which states of `AdamW` are kept in host memory: `True` (all), the share of their bytes (`0.5`), or the
-            number of bytes that stay on the GPU (`4 * 10**9`). The states are moments and the low bits of split
-            weights. Weights and gradients stay on the GPU, and the step runs there, in chunks, with the same bits. The
-            option has no effect on a CPU. See `docs/offload.md`.
+        offload: which states of `AdamW` are kept in host memory: `True` (all), at least a share of their bytes
+            (`0.5`), or all but a number of bytes that may stay on the GPU (`4 * 10**9`). The states are moments and the
+            low bits of split weights. Weights and gradients stay on the GPU, and the step runs there, in chunks, with
+            the same bits. The option has no effect on a CPU. See `docs/offload.md`.
         timeout: how long a rank waits for another rank to make the same call, or for a message. Over NCCL the process
             group's timeout applies to messages.
 

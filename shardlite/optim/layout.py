@@ -96,7 +96,7 @@ class OptimizerLayout:
             self.offloaded.begin_step()
 
     def in_turn(self, slots: list[StateSlot]) -> list[tuple[AbstractContextManager[None], list[StateSlot]]]:
-        """Return the slots to step one after the other, each time with the stream to step them on."""
+        """Return groups of slots in the order of their steps, each with a context manager that selects its stream."""
         later = [] if self.offloaded is None else [slot for slot in slots if slot.later]
         if not later:
             return [(nullcontext(), slots)]
@@ -108,7 +108,9 @@ class OptimizerLayout:
         assert self.offloaded is not None, "only steps of offloaded states may end later"
         used = [each for slot in slots for each in (slot.param, slot.param.grad, slot.arena.rows) if each is not None]
         try:
-            with self.offloaded.beside([*used, *(each for counts in self.counts for each in counts.scalars())]):
+            with self.offloaded.beside(
+                [*used, *(each for counts in {slot.counts for slot in slots} for each in counts.scalars())]
+            ):
                 yield
         finally:
             for slot in slots:

@@ -36,6 +36,11 @@ def stored(state: State) -> list[Tensor]:
     return [each for each in state[1:] if each is not None]
 
 
+def buffer_nbytes(nbytes: int) -> int:
+    """Return the bytes of a buffer, given the bytes of states in the longest arena."""
+    return min(round_up(nbytes, _ALIGN), CHUNK_NBYTES)
+
+
 def chunk_numel(group_nbytes: int, nbytes: int) -> int:
     """Return the number of elements in a chunk of `nbytes`, if 32 elements have `group_nbytes` bytes of states."""
     return max(1, nbytes // group_nbytes) * SCALE_BLOCK
@@ -63,9 +68,9 @@ class OffloadedSteps:
     """The streams and buffers by which one optimizer steps states in host memory."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
-        """Allocate four buffers for `nbytes` of states, or for `CHUNK_NBYTES` if that is less."""
+        """Allocate four buffers. The longest arena in host memory has `nbytes` of states."""
         self._device = device
-        self.nbytes = min(round_up(nbytes, _ALIGN), CHUNK_NBYTES)
+        self.nbytes = buffer_nbytes(nbytes)
         self._up, self._down, self._beside = (torch.cuda.Stream(device) for _ in range(3))  # type: ignore[no-untyped-call]
         self.memory = torch.empty(BUFFERS, self.nbytes, dtype=torch.uint8, device=device)
         self._up.wait_stream(torch.cuda.current_stream(device))
@@ -126,7 +131,7 @@ class OffloadedSteps:
     def beside(self, used: Iterable[Tensor]) -> Iterator[None]:
         """Step inside the block on a stream of its own, which later operations do not wait for.
 
-        The program may drop the tensors `used`, of the device, before the step has ended.
+        The step uses the tensors `used` on the device. The program may drop them before the step has ended.
         """
         self._beside.wait_stream(torch.cuda.current_stream(self._device))
         for each in {each.untyped_storage()._cdata: each for each in used}.values():

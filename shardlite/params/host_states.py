@@ -1,8 +1,9 @@
-"""Optimizer states of a unit in host memory: pinned memory, and the moments at which it may be read.
+"""Optimizer states of a unit in host memory: pinned memory, and the events after which it may be read.
 
 A GPU copies from pinned memory and to it while the host goes on. PyTorch's own pinned memory is rounded up to a power
 of two, so memory is allocated here and then registered with the driver. Pages lie on the NUMA node of the GPU, where
-copies are fastest, because a thread that runs on that node writes them first.
+copies are fastest, because a thread that runs on that node writes them first. The mapping is shared, so a fork does not
+lead to copies of pages that the GPU still uses.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ OFFLOADED = "offloaded state"
 
 
 class HostStates:
-    """The states of one unit in host memory, and the latest operations of a GPU on them and on the unit's weights."""
+    """The states of one unit in host memory, with events after the latest copies to it and the latest step."""
 
     def __init__(self, device: torch.device) -> None:
         """Initialize without memory. `device` is the GPU on which the states are stepped."""
@@ -96,6 +97,7 @@ def pin(memory: Tensor, device: torch.device) -> None:
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         error = int(driver.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
+        _clear_error(device)
         import resource  # this module does not exist on Windows
 
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -105,6 +107,15 @@ def pin(memory: Tensor, device: torch.device) -> None:
             f"{error}); this process may lock {words} (`ulimit -l`): raise the limit (`ulimit -l unlimited`, "
             "`docker run --ulimit memlock=-1`), free host memory, or keep more states on the GPU with offload=NBYTES"
         )
+
+
+def _clear_error(device: torch.device) -> None:
+    """Let the CUDA runtime forget its latest error. Otherwise an unrelated kernel launch would raise this error.
+
+    PyTorch has no function for this, but each of its launches reads and clears the latest error.
+    """
+    with suppress(RuntimeError, AssertionError):  # an `AssertionError` if PyTorch was built without CUDA
+        torch.zeros(1, device=device)
 
 
 def unpin(pointer: int) -> None:

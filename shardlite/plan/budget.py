@@ -19,7 +19,7 @@ from shardlite_kernels.adamw_cpu import chunk_nbytes, temporary_nbytes
 from shardlite.comm.transport.loans import BLOCK
 from shardlite.comm.transport.staging import rows_numel
 from shardlite.grads.policy import mean_stays
-from shardlite.optim.offload import BUFFERS, CHUNK_NBYTES
+from shardlite.optim.offload import BUFFERS, buffer_nbytes
 from shardlite.params import ALIGN, Flat, Unit, round_up, storage_key
 from shardlite.wrapping import Options, Plan, build_units, moment_nbytes, placement_of
 from shardlite.wrapping.allocate import Placement
@@ -31,9 +31,6 @@ _NARROW_SLOTS = torch.iinfo(torch.int16).max
 
 _COUNT_NBYTES = 4
 """Bytes of a parameter's step count."""
-
-_BUFFER_ALIGN = 512
-"""Alignment of the buffers through which a GPU copies offloaded states, in bytes."""
 
 HELD = ("parameters", "optimizer state", "offload buffers", "buffers", "staging", "chunks of a step")
 """The purposes of the memory that a rank holds from step to step."""
@@ -149,7 +146,7 @@ def budget_of(plan: Plan, recipe: Recipe, *, rank: int = 0, buffers: int = 0) ->
     held = {
         "parameters": _storage_nbytes(flats),
         "optimizer state": sum(_state_nbytes(flats, recipe)),
-        "offload buffers": BUFFERS * min(round_up(max(arenas, default=0), _BUFFER_ALIGN), CHUNK_NBYTES),
+        "offload buffers": BUFFERS * buffer_nbytes(max(arenas, default=0)),
         "buffers": buffers,
         "staging": max((_staging_nbytes(flat, recipe) for flat in flats if flat.trainable_slots), default=0),
         "chunks of a step": 0 if recipe.on_gpu else _chunk_nbytes(flats, recipe),

@@ -64,7 +64,7 @@ def fit(
 
     Raises:
         LayoutError: no run fits. The message names the smallest run, and what it holds.
-        SourceError: the model cannot be created or traced with fake tensors.
+        SourceError: the model cannot be created or traced with fake tensors, or the batch has no rows.
         ValueError: an argument has an invalid value.
 
     Example:
@@ -83,12 +83,21 @@ def fit(
     kind = None if device is None else torch.device(device).type
     on_gpu = kind != "cpu" if kind is not None else torch.cuda.is_available() if chosen is None else chosen.on_gpu
     source = _source_of(module_factory, example_batch)
-    rows = source.rows() if global_batch is None else global_batch // world_size
-    if rows < 1 or rows * world_size != (global_batch or rows * world_size):
-        raise ValueError(f"fit: global_batch must be a multiple of the {world_size} ranks, got {global_batch}")
+    rows = source.rows() if global_batch is None else _rows(global_batch, world_size)
     start = Setting(world_size=world_size, precision=precision, rows=rows, on_gpu=on_gpu)
     with torch.random.fork_rng(devices=[]):  # the constructor may seed
         return search(Planner(source), start, nbytes, keep=kept, cluster=chosen)
+
+
+def _rows(global_batch: int, ranks: int) -> int:
+    """Return the rows of a rank in a step.
+
+    Raises:
+        ValueError: the rows cannot be divided equally.
+    """
+    if not isinstance(global_batch, int) or global_batch < 1 or global_batch % ranks:
+        raise ValueError(f"fit: global_batch must be a multiple of the {ranks} ranks, got {global_batch!r}")
+    return global_batch // ranks
 
 
 def _nbytes(memory: str | int) -> int:
@@ -98,15 +107,17 @@ def _nbytes(memory: str | int) -> int:
         ValueError: `memory` is neither a positive number of bytes nor a known amount or card.
     """
     if isinstance(memory, str):
-        return memory_of(memory, "memory")
+        return memory_of(memory, "fit: memory")
     if isinstance(memory, bool) or not isinstance(memory, int) or memory <= 0:
-        raise ValueError(f"memory must be an amount (24GB, 24GiB) or a positive number of bytes, got {memory!r}")
+        raise ValueError(f"fit: memory must be an amount (24GB, 24GiB) or a positive number of bytes, got {memory!r}")
     return memory
 
 
 def _source_of(make: Callable[[], nn.Module], example: Any) -> Source:
     """Return a model and the shapes of its batch."""
-    given = example if isinstance(example, Mapping | tuple | list) else (example,)
+    given = (
+        dict(example) if isinstance(example, Mapping) else example if isinstance(example, tuple | list) else (example,)
+    )
     leaves, spec = tree_flatten(given)
     shapes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

@@ -30,10 +30,10 @@ def arguments(setting: Setting) -> dict[str, Any]:
 
 
 def size(nbytes: float) -> str:
-    """Return bytes in words."""
+    """Return bytes in decimal units, with three digits."""
     for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "KB")):
         if nbytes >= unit:
-            return f"{nbytes / unit:.{max(0, 2 - len(str(int(nbytes / unit))) + 1)}f} {name}"
+            return f"{nbytes / unit:.{max(0, 3 - len(str(int(nbytes / unit))))}f} {name}"
     return f"{nbytes} bytes"
 
 

@@ -127,7 +127,11 @@ class Fit:
     """Predicted time of a step on the cluster or, if none was given, on `REFERENCE`, which is used for the order."""
 
     cluster: Cluster | None = None
+    """The cluster that was given, whose times are printed."""
+
     heading: str = ""
+    """The first line of `repr`: the model, its batch, the ranks and the limit."""
+
     classes: Sequence[str] = ()
     """Names of the classes of the blocks that `checkpointing` recomputes."""
 

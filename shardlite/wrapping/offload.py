@@ -13,8 +13,9 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK
 class Offload:
     """Which optimizer states are kept in host memory, and copied to the GPU for a step. `offload_of` makes it.
 
-    States are the moments and the low bits of split weights. Units (the root first, then in order of registration) keep
-    their states on the GPU as long as these fit into the part that stays. The states of the other units are offloaded.
+    States are the moments and the low bits of split weights. In the order of the units (the root first, then in order
+    of registration), a unit keeps its states on the GPU if they fit into what is left of the part that stays. The
+    states of the other units are offloaded.
     """
 
     share: float = 1.0
@@ -26,10 +27,12 @@ class Offload:
     @property
     def argument(self) -> bool | float:
         """The argument `offload` of `ShardLite`."""
-        return self.resident if self.resident is not None else self.share == 1 or self.share
+        if self.resident is not None:
+            return self.resident
+        return True if self.share == 1 else self.share
 
-    def chooses(self, nbytes: Sequence[int]) -> list[bool]:
-        """Return whether the states of each unit are offloaded, given their bytes in the order of first use.
+    def choose(self, nbytes: Sequence[int]) -> list[bool]:
+        """Return whether the states of each unit are offloaded, given their bytes in the order of the units.
 
         Raises:
             ValueError: no unit fits into the bytes that may stay on the GPU.

@@ -173,7 +173,7 @@ def _offloaded(flats: Sequence[Sequence[FlatPlan]], options: Options, device: to
         return [False] * len(flats)
     limit = options.memory_limit
     state = "fp32" if limit is None or options.offload.resident is None else limit.state
-    return options.offload.chooses([sum(_state_nbytes(flat, options, state) for flat in unit) for unit in flats])
+    return options.offload.choose([sum(_state_nbytes(flat, options, state) for flat in unit) for unit in flats])
 
 
 def _state_nbytes(flat: FlatPlan, options: Options, state: str) -> int:

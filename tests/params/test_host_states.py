@@ -84,9 +84,11 @@ def test_a_driver_that_refuses_is_an_error_with_the_limit(driver, limit, words):
     driver.error = 2
     with (
         mock.patch.object(resource, "getrlimit", return_value=(limit, limit)),
+        mock.patch.object(torch, "zeros", side_effect=RuntimeError) as launch,
         pytest.raises(LayoutError, match=rf"could not pin 4000 bytes .*cudaError 2.* may lock {words}.*memlock"),
     ):
         HostStates(CUDA).zeros(1000, torch.float32)
+    launch.assert_called_once_with(1, device=CUDA)  # reads and clears the error of the driver
 
 
 @pytest.mark.parametrize(

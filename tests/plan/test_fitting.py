@@ -169,6 +169,7 @@ def test_a_precision_per_module_is_kept_in_every_run():
         ({"memory": 2.5}, "got 2.5"),
         ({"ranks": 0}, "ranks must be a number from 1 to 4096, got 0"),
         ({"global_batch": 7}, "global_batch must be a multiple of the 2 ranks, got 7"),
+        ({"global_batch": 8.0}, "global_batch must be a multiple of the 2 ranks, got 8.0"),
         ({"keep": "formats"}, "keep takes names .* got 'formats'"),
         ({"cluster": "mine"}, "cluster 'mine' is not one of dgx-h100"),
         ({"example_batch": ()}, "has no rows"),

@@ -50,7 +50,7 @@ def test_other_numbers_are_refused(given):
 )
 def test_units_that_are_used_first_stay(offload, nbytes, expected):
     """As long as they fit into what may stay; a unit that does not is passed over."""
-    assert offload_of(offload).chooses(nbytes) == list(map(bool, expected))
+    assert offload_of(offload).choose(nbytes) == list(map(bool, expected))
 
 
 @pytest.mark.parametrize("given", [0, 1])
@@ -58,7 +58,7 @@ def test_bytes_below_the_smallest_unit_are_refused(given):
     with pytest.raises(
         ValueError, match=rf"offload={given} is the number of bytes .* smallest unit has 2.*offload=True"
     ):
-        offload_of(given).chooses([0, 2, 4])
+        offload_of(given).choose([0, 2, 4])
 
 
 @pytest.mark.stages(0, 3)
