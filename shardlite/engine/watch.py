@@ -26,7 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Slot, as_they_are
-from shardlite.params.parameters import Sharded, get_grad, ordinary_class, wait_for_steps
+from shardlite.params.parameters import Sharded, get_grad, resume_steps, wait_for_steps
 
 STEPS, EVERY = 3, 50
 """Periods of `STEPS` steps are watched: one at the start, and one around each multiple of `EVERY`."""
@@ -100,10 +100,12 @@ class Watch:
 
     def stop(self) -> None:
         """Restore the ordinary classes of all watched tensors."""
-        for tensor in list(self.seen):
+        tensors = list(self.seen)
+        for tensor in tensors:
             _known.pop(tensor, None)
             tensor.__class__ = tensor.ordinary
         self.seen.clear()
+        resume_steps(tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,6 +399,7 @@ class _Watched:
     def __deepcopy__(self, memo: Any) -> Any:
         """Copy as an ordinary tensor."""
         tensor, kind = cast(Any, self), type(self)
+        wait_for_steps(copy.deepcopy, tensor)
         tensor.__class__ = self.ordinary
         try:
             return copy.deepcopy(tensor, memo)
@@ -423,10 +426,7 @@ class _Seen(_Watched, Tensor):
 class SeenShard(_Watched, Shard):
     """A watched shard. Its gradient is watched as well."""
 
-    @property
-    def ordinary(self) -> type[Shard]:  # type: ignore[override]
-        """The class of the shard while it is not watched."""
-        return ordinary_class(self)
+    ordinary = Shard
 
     @property
     @torch._disable_dynamo

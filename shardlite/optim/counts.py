@@ -138,7 +138,7 @@ class HostCounts(_Counts):
                 self.steps[list(self._active)] += 1
 
     def scalars(self) -> list[Tensor]:
-        """Return the tensors of this step that its updates read."""
+        """Return the tensors of this step that its updates read. Steps of a CPU need this on a simulated GPU only."""
         return [self._table.keys]
 
     def _step(self, elements: RunSlice) -> CpuStep:

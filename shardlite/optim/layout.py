@@ -32,6 +32,7 @@ from shardlite_kernels import FORMATS, SCALE_BLOCK, State, use_triton
 from shardlite_kernels.moments import encode
 from torch import Tensor
 
+from shardlite.errors import LayoutError
 from shardlite.optim.counts import Amp, DeviceCounts, Group, HostCounts, RunSlice, StepCounts
 from shardlite.optim.entries import EXPONENTS, MOMENTS, canonical, check_dense, check_state
 from shardlite.optim.offload import OffloadedSteps
@@ -58,6 +59,8 @@ class OptimizerLayout:
         self.by_id = {id(slot.param): slot for slot in slots}  # the hash of a tensor is computed in Python
         self.arenas = [Arena(each, moments) for each in _grouped(slots, StateSlot.storage)]
         arenas = [(arena.states.device, arena.nbytes) for arena in self.arenas if arena.states is not None]
+        if len({device for device, _ in arenas}) > 1:
+            raise LayoutError("AdamW: offloaded states of models on several GPUs: use one optimizer for each GPU")
         self.offloaded = OffloadedSteps(arenas[0][0], max(nbytes for _, nbytes in arenas)) if arenas else None
         self.arenas.sort(key=lambda arena: -1 if arena.states is None else arena.slots[0].start)  # as the forward runs
         self.slots = [slot for arena in self.arenas for slot in arena.slots]

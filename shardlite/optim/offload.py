@@ -42,8 +42,12 @@ def buffer_nbytes(nbytes: int) -> int:
 
 
 def chunk_numel(group_nbytes: int, nbytes: int) -> int:
-    """Return the number of elements in a chunk of `nbytes`, if 32 elements have `group_nbytes` bytes of states."""
-    return max(1, nbytes // group_nbytes) * SCALE_BLOCK
+    """Return the number of elements in a chunk of `nbytes`, if 32 elements have `group_nbytes` bytes of states.
+
+    Long chunks have a multiple of 8 groups, so that a kernel finds all parts of its table aligned to 16 bytes.
+    """
+    groups = max(1, nbytes // group_nbytes)
+    return (groups - groups % 8 if groups > 8 else groups) * SCALE_BLOCK
 
 
 def _placed(part: State, memory: Tensor, size: int) -> State:

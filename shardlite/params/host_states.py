@@ -51,12 +51,15 @@ class HostStates:
         if not nbytes:
             return torch.empty(0, dtype=dtype)
         _unpin_retired()
-        pages = mmap(-1, nbytes)
+        try:
+            pages = mmap(-1, nbytes)
+        except OSError as error:
+            raise LayoutError(f"offload: the host has no {nbytes} bytes for optimizer states: {error}") from error
         memory = torch.frombuffer(pages, dtype=torch.uint8)
         with _running_on(near_cpus(self.device)):
             ctypes.memset(memory.data_ptr(), 0, nbytes)
             pin(memory, self.device)
-        retired = _Retired(pages, memory.data_ptr(), self._landed, unpin)
+        retired = _Retired(pages, memory.data_ptr(), self._landed, unpin, os.getpid())
         weakref.finalize(memory.untyped_storage(), _retire, retired).atexit = False
         return memory.view(dtype)
 
@@ -131,6 +134,7 @@ class _Retired(NamedTuple):
     pointer: int
     landed: list[Any]
     unpin: Callable[[int], None]
+    process: int
 
 
 _retired: deque[_Retired] = deque()
@@ -147,6 +151,8 @@ def _unpin_retired() -> None:
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         for _ in range(len(_retired)):
             memory = _retired.popleft()
+            if memory.process != os.getpid():
+                continue  # a forked child has no driver, and its parent frees the memory
             if all(event.query() for event in memory.landed):
                 memory.unpin(memory.pointer)
             else:

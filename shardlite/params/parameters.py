@@ -313,9 +313,12 @@ def end_steps(shards: Iterable[Any]) -> None:
             shard.__class__ = Shard  # type: ignore[assignment]
 
 
-def ordinary_class(shard: Shard) -> type[Shard]:
-    """Return the class of a shard that is no longer watched (`engine/watch.py`), and whose step may still run."""
-    return SteppingShard if shard in _waits else Shard
+def resume_steps(tensors: Iterable[Any]) -> None:
+    """Make `SteppingShard`s of the shards that are no longer watched, and whose steps may still run."""
+    if _waits:
+        for each in tensors:
+            if type(each) is Shard and each in _waits:
+                each.__class__ = SteppingShard
 
 
 class LateTensor(Tensor):

@@ -65,8 +65,8 @@ def wrap(module: nn.Module, plan: Plan, options: Options, context: Context) -> W
     """Allocate shards, move rank 0's values into them, and initialize parameters on the meta device.
 
     Raises:
-        LayoutError: a parameter is not initialized. Raised on every rank. The module can no longer be used. Or the
-            driver refuses to pin host memory. Raised on the ranks where it does.
+        LayoutError: a parameter is not initialized, or a driver refuses to pin host memory. Raised on every rank. The
+            module can no longer be used.
     """
     placement = placement_of(plan, options, context.transport.rank, context.world_size)
     units: list[Unit] = []

@@ -533,10 +533,8 @@ def refuse(_, what, problem=None, *args, **kwargs):
 def test_a_driver_that_refuses_at_wrapping_is_an_error_of_all_ranks():
     gpu = Gpu(1)
     refused = mock.patch.object(Gpu, "pin", side_effect=LayoutError("offload: the driver could not pin"))
-    with gpu.ranks(WORLD_SIZE), refused, mock.patch.object(Context, "agree", autospec=True) as agree:
-        agree.side_effect = lambda _, what, problem=None, *args, **kwargs: (
-            (_ for _ in ()).throw(problem) if problem else None
-        )
+    with refused, gpu.ranks(WORLD_SIZE), mock.patch.object(Context, "agree", autospec=True) as agree:
+        agree.side_effect = refuse
         with pytest.raises(LayoutError, match="could not pin"):
             Training(offload=True, precision=SPLIT)
     assert agree.call_args.args[1] == "offload", "ranks are told before they send weights"
