@@ -4,8 +4,7 @@ A norm, a mean or a random fill of a shard covers only this rank's part: hand-wr
 `xavier_uniform_`, would silently give different results. (A probe checks the steps of optimizer classes.) So in some
 steps a model's shards, their gradients, and elementwise results of both have a class that intercepts function calls. A
 call is right for a shard if all operators that the call uses are elementwise. Interception costs time, so most steps
-run without interception. A program that computes a norm or a mean of shards usually does so in its first steps, or in
-those that it logs, such as every 50th or every 500th.
+run without interception. Programs compute norms or means of shards mostly in their first steps, or when they log.
 """
 
 import copy
@@ -26,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardlite.engine.elementwise import CONDITIONS, SELECTIONS, Operators
 from shardlite.errors import LayoutError, ShardWarning
 from shardlite.params import Flat, Shard, Slot, as_they_are
-from shardlite.params.parameters import Sharded, get_grad, resume_steps, wait_for_steps
+from shardlite.params.parameters import Sharded, get_grad, resume_steps, set_grad, wait_for_steps
 
 STEPS, EVERY = 3, 50
 """Periods of `STEPS` steps are watched: one at the start, and one around each multiple of `EVERY`."""
@@ -432,10 +431,9 @@ class SeenShard(_Watched, Shard):
     @torch._disable_dynamo
     def grad(self) -> Tensor | None:
         """The gradient of the shard. Reading this property turns the gradient into a watched tensor."""
-        if torch._C._is_torch_function_enabled():
-            wait_for_steps(get_grad, self)
+        wait_for_steps(get_grad, self)
         with as_they_are():
-            grad: Tensor | None = _own_grad.__get__(self)
+            grad: Tensor | None = get_grad(self)
         if type(grad) is Tensor and (known := _known.get(self)) is not None:  # a copy has no record
             _see(grad, known._replace(kind="the gradient of the shard"))
         return grad
@@ -443,10 +441,7 @@ class SeenShard(_Watched, Shard):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         with as_they_are():
-            _own_grad.__set__(self, value)
-
-
-_own_grad: Any = torch._C.TensorBase.grad
+            set_grad(self, value)
 
 
 def _see(tensor: Tensor, known: _Known, kind: type[Tensor] = _Seen) -> None:

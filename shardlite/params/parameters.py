@@ -283,7 +283,7 @@ class SteppingShard(Shard):
         return copied
 
 
-get_grad = _own_grad.__get__
+get_grad, set_grad = _own_grad.__get__, _own_grad.__set__
 
 _waits: Any = WeakTensorKeyDictionary()
 """For each shard that may be a `SteppingShard`, the function by which a stream waits for the latest step."""
@@ -299,8 +299,11 @@ def begin_steps(shards: Iterable[Any], wait: Callable[[], None]) -> None:
 
 
 def wait_for_steps(func: Callable[..., Any], *arguments: Any) -> None:
-    """Order the current stream after steps of the shards among the arguments of `func`, if it reads their values."""
-    if func not in _harmless or func == get_grad:  # the step may write the gradient
+    """Order the current stream after steps of the shards among the arguments of `func`, if it reads their values.
+
+    In `as_they_are()`, the library itself calls `func`, and has waited if it must.
+    """
+    if torch._C._is_torch_function_enabled() and (func not in _harmless or func == get_grad):  # a step may write it
         for each in tree_leaves(arguments):
             if isinstance(each, Shard) and (wait := _waits.get(each)) is not None:
                 wait()
