@@ -223,7 +223,7 @@ class InBackwardStep:
             low, high = max(begin, start), min(end, start + summand.shape[-1])
             if low < high:
                 stretch = slot.arena.slice_of(slot, slot.start + low - begin, slot.start + high - begin)
-                for first, chunk in self._chunks(slot, stretch):
+                for first, chunk in ((0, stretch),) if slot.arena.states is None else self._chunks(slot, stretch):
                     first += low - start
                     here = slice(first, first + chunk.state.param.numel())
                     if received is None:
@@ -234,13 +234,13 @@ class InBackwardStep:
                         slot.counts.reduce(chunk, received[here], summand[here], divisor, self.bad)
 
     def _chunks(self, slot: StateSlot, stretch: RunSlice) -> Iterable[tuple[int, RunSlice]]:
-        """Return the parts of `stretch` that one call steps, each with its first index.
+        """Return the parts of `stretch` that one call steps, each with its first index. The states are offloaded.
 
         The caller must keep the result in no variable. After an error, a program that holds the error would hold this
         variable too, and the chunk would be copied back when the buffer has another one.
         """
-        if slot.arena.states is None or self._layout.offloaded is None:
-            return ((0, stretch),)
+        assert slot.arena.states is not None, "other states are stepped in one call"
+        assert self._layout.offloaded is not None, "an arena is in host memory"
         return self._layout.offloaded.chunks(slot.arena.states, stretch)
 
     def fused(self, numel: int) -> tuple[State, Table, Tensor] | None:
