@@ -1,6 +1,7 @@
 """`fit`: the runs that a search finds are those of an exhaustive search, and a wrapped model keeps their promise."""
 
 import ast
+import inspect
 from dataclasses import replace
 from itertools import product
 from textwrap import dedent
@@ -13,7 +14,7 @@ import shardlite
 from shardlite import AdamW, LayoutError, Precision, ShardLite
 from shardlite.cli import main
 from shardlite.plan import CLUSTERS, Planner, Setting, Source, plain_events, search, simulate, timeline_of
-from shardlite.plan.fit_text import size
+from shardlite.plan.fit_text import _DEFAULTS, size
 from shardlite.plan.fitting import DIMENSIONS, NAMES, RULES
 from tests.support.models.residual import Chain
 
@@ -274,3 +275,10 @@ def test_wrong_options_of_the_command(arguments, message, capsys):
     with pytest.raises(SystemExit):
         run(*arguments.split())
     assert message in capsys.readouterr().err
+
+
+def test_arguments_that_are_not_printed_are_the_defaults():
+    defaults = {}
+    for function in (ShardLite.__init__, AdamW.__init__):
+        defaults |= {name: each.default for name, each in inspect.signature(function).parameters.items()}
+    assert {name: defaults[name] for name in _DEFAULTS} == _DEFAULTS
