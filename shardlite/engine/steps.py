@@ -203,10 +203,10 @@ class OptimizerBridge:
         self.context.ledger.track("gradients", *grads)  # of a single rank; others are tracked already
         for optimizer in self.optimizers:
             memory = memory_of(optimizer) if isinstance(optimizer, AdamW) else {}
+            named = {each.untyped_storage(): purpose for purpose, tensors in memory.items() for each in tensors}
             leaves = [leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)]
-            self.context.ledger.track("optimizer state", *leaves)
-            for purpose, tensors in memory.items():
-                self.context.ledger.track(purpose, *tensors)
+            for storage in dict.fromkeys([*named, *(leaf.untyped_storage() for leaf in leaves)]):
+                self.context.ledger.track(named.get(storage, "optimizer state"), storage)
 
     def check_reduced(self, what: str, *, local: bool = False) -> None:
         """Refuse the call `what` if gradients are accumulated and not reduced. `local`: whether `.grad` has them.
