@@ -38,7 +38,7 @@ from shardlite.optim.entries import EXPONENTS, MOMENTS, canonical, check_dense, 
 from shardlite.optim.offload import OffloadedSteps
 from shardlite.params import ALIGN, HostStates, ShardInfo, as_real, round_up
 from shardlite.params.layout import PADDED, is_padded
-from shardlite.params.parameters import begin_steps, late
+from shardlite.params.parameters import begin_step, late
 
 
 class OptimizerLayout:
@@ -117,7 +117,7 @@ class OptimizerLayout:
                 yield
         finally:
             for slot in slots:
-                begin_steps([slot.param], slot.arena.states.wait_for_step)  # type: ignore[union-attr]
+                begin_step(slot.param, slot.arena.states.wait_for_step)  # type: ignore[union-attr]
 
     def active(self, states: dict[Tensor, Any]) -> list[StateSlot]:
         """Move the states of trainable shards with a gradient into the arenas. Return the slots of these shards."""

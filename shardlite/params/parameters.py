@@ -289,13 +289,12 @@ _waits: Any = WeakTensorKeyDictionary()
 """For each shard that may be a `SteppingShard`, the function by which a stream waits for the latest step."""
 
 
-def begin_steps(shards: Iterable[Any], wait: Callable[[], None]) -> None:
-    """Let operations on `shards` first call `wait`, which orders the current stream after a step of the shards."""
-    for shard in shards:
-        if type(shard) is not SteppingShard:
-            _waits[shard] = wait
-        if type(shard) is Shard:  # otherwise it is watched, and calls `wait_for_steps`, too
-            shard.__class__ = SteppingShard
+def begin_step(shard: Tensor, wait: Callable[[], None]) -> None:
+    """Let operations on `shard` first call `wait`, which orders the current stream after a step of the shard."""
+    if type(shard) is not SteppingShard:
+        _waits[shard] = wait
+    if type(shard) is Shard:  # otherwise it is watched, and calls `wait_for_steps`, too
+        shard.__class__ = SteppingShard
 
 
 def wait_for_steps(func: Callable[..., Any], *arguments: Any) -> None:
@@ -310,7 +309,7 @@ def wait_for_steps(func: Callable[..., Any], *arguments: Any) -> None:
 
 
 def end_steps(shards: Iterable[Any]) -> None:
-    """Undo `begin_steps`, because streams have waited for the steps."""
+    """Undo `begin_step`, because streams have waited for the steps."""
     for shard in shards:
         if type(shard) is SteppingShard:
             shard.__class__ = Shard  # type: ignore[assignment]
