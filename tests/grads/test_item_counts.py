@@ -21,6 +21,7 @@ from shardlite.params import as_they_are
 from tests.support.internals import context
 from tests.support.models.residual import WIDTH, net
 from tests.support.models.small import Branches, Branching
+from tests.support.patience import passes_over
 from tests.support.twins.sharded import Turn, accumulating, local_parts, same_bits, same_states, some_stages
 
 MODES = [("step",), ("local", "step"), ("sharded", "sharded", "step"), ("sharded", "local", "step")]
@@ -515,11 +516,11 @@ def test_counts_travel_with_messages_that_go_anyway(group: Any) -> None:
                 run(model, ("local", "step"), step=step, counts=counts)
                 optimizer.step()
                 optimizer.zero_grad()
-            sent = {unit: dict(purposes) for unit, purposes in model.traffic().items()}
+            passes_over(model)
             totals.append(
                 {
                     (unit, purpose): (each.calls, each.messages, each.nbytes)
-                    for unit, purposes in sent.items()
+                    for unit, purposes in model.traffic().items()
                     for purpose, each in purposes.items()
                 }
             )

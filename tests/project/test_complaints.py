@@ -374,6 +374,7 @@ def test_the_state_of_an_optimizer_is_saved_by_each_rank_alone(group: Any) -> No
     optimizer = AdamW(model.parameters())
     square(model).backward()
     optimizer.step()
+    passes_over(model)
     before = model.traffic()
     if dist.get_rank(group) == 0:
         state = copy.deepcopy(optimizer.state_dict())
