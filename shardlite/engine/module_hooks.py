@@ -313,6 +313,8 @@ class ModuleHooks:
                 self._check_locations(unit)
             unit.check_memory()
             if in_backward():
+                if self._calls is not None:
+                    self._calls.settle()  # frees the unit whose nodes have just run, before another is gathered
                 self._backward.enter(unit)
                 self._backward.recomputed(unit)
             elif not self._evaluating:

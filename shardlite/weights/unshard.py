@@ -50,13 +50,6 @@ class Gatherer:
         self._trim = context.trim
         self._emit = context.trace.emit
         self._poison = poison_evicted_buffers()
-        self._is_refused = False
-        """Whether a unit was not gathered ahead because no buffer was idle.
-
-        With activation checkpointing, a unit's last saved tensors are freed after the recomputation of the next unit
-        has begun. So only a later call of `unshard` finds the idle buffer. The finalizer that frees
-        the buffer must not communicate.
-        """
         self.has_dropped = False
         """Whether a buffer was dropped, because the program has kept a view of it."""
 
@@ -78,9 +71,6 @@ class Gatherer:
                 if binds:
                     unit.bind()
         else:
-            if self._is_refused and self._policy.idle:
-                with isolated(self._streams):
-                    self._prefetch(self._policy.upcoming())
             if binds:
                 self.bind(unit)
         self.follow(unit)
@@ -195,8 +185,6 @@ class Gatherer:
                 return
             if (victim := self._policy.victim_for(index, upcoming)) != NO_ROOM:
                 self._gather(unit, victim)
-            else:
-                self._is_refused = True
 
     def _gather(self, unit: Unit, victim: int | None) -> None:
         """Start the gather of a unit into a buffer, if possible the buffer of the unit `victim`, which is evicted."""

@@ -98,6 +98,12 @@ def test_lora_under_checkpointing_is_exact_and_holds_a_span(cluster, span, reent
         assert buffers == span
 
 
+def test_a_recomputed_block_is_released_before_the_next_is_gathered(group):
+    """Also if a view of its weights was alive when its last node ran, as those of a root hook are."""
+    model, _ = compare(Deep(blocks(), span=1), square, group, prefetch=0)
+    assert most_buffers(model) == 1
+
+
 def test_lora_alone_needs_one_buffer_and_two_gathers(cluster):
     for buffers, counts in cluster.run(lora_body, 2, 0, False):
         assert buffers == 1

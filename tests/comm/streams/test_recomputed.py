@@ -28,7 +28,7 @@ class Recomputed(nn.Module):
 
 
 def test_blocks_that_are_recomputed_are_gathered_ahead():
-    """Its buffer becomes idle only after the recomputation of the block before has begun."""
+    """A block's buffer becomes idle when the recomputation of the block before begins."""
     with Gpu(lag=3).ranks(WORLD_SIZE), mock.patch.object(programs, "net", return_value=Recomputed()):
         training = Training()
         training.step(4)
