@@ -2,17 +2,18 @@
 
     python -m bench.fit --ranks 2 4
 
-chooses runs for three limits: 3 % more than the predicted peak of the cheapest run of all, of the cheapest run in 80 %
-of this peak, and of the cheapest run in 60 %. New processes then train each chosen run, wrapped with its memory limit.
-The bench fails if a limit is exceeded. Rows go to `bench/results/fit-gpt2-Nranks.jsonl`:
+chooses runs for three limits: 3.5 % more than the predicted peak of the cheapest run of all, of the cheapest run in
+80 % of this peak, and of the cheapest run in 60 %. New processes then train each chosen run, wrapped with its memory
+limit. The bench fails if a process exceeds its limit. Rows go to `bench/results/fit-gpt2-Nranks.jsonl`:
 
 | key | meaning |
 |---|---|
 | `limit_bytes` | the limit, for which the run was chosen |
 | `predicted_bytes`, `predicted_least_bytes` | bounds of the peak of all tensors, as in `bench.footprint` |
-| `tensor_bytes`, `pss_bytes` | measured peaks of tensors and of processes (`shardlite/lab/memory/recorder.py`) |
-| `pss_vs_limit`, `tensors_vs_predicted` | quotients of these keys |
-| `kept` | whether both measured peaks are within the limit |
+| `tensor_bytes`, `pss_apart_bytes` | measured peaks of tensors and of a process (`shardlite/lab/memory/recorder.py`) |
+| `pss_vs_limit` | `pss_apart_bytes` divided by `limit_bytes` |
+| `tensors_vs_predicted` | `tensor_bytes` divided by `predicted_bytes` |
+| `kept` | whether `pss_vs_limit` is at most 1 |
 | `lines` | the run, as lines of Python |
 """
 
@@ -52,7 +53,7 @@ ROWS = 4
 SHARES = (1.0, 0.8, 0.6)
 """The largest peaks of the runs for which limits are set, as shares of the peak of the cheapest run of all."""
 
-MARGIN = 1.03
+MARGIN = 1.035
 """A limit divided by the predicted peak of the run for which it is set. The rest is for what is not in tensors."""
 
 
@@ -124,9 +125,9 @@ def rows_of(ranks: int) -> Iterator[Row]:
         facts = {"bench": "fit", "model": "gpt2", "ranks": ranks, "limit_bytes": limit, "lines": fit.lines, **row}
         if "error" not in row:
             facts |= {"predicted_bytes": plan.peak, "predicted_least_bytes": plan.at_least}
-            facts["pss_vs_limit"] = round(row["pss_bytes"] / limit, 3)
+            facts["pss_vs_limit"] = round(row["pss_apart_bytes"] / limit, 3)
             facts["tensors_vs_predicted"] = round(row["tensor_bytes"] / plan.peak, 3)
-            facts["kept"] = max(row["pss_bytes"], row["tensor_bytes"]) <= limit
+            facts["kept"] = row["pss_apart_bytes"] <= limit
         yield facts
 
 

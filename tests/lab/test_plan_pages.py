@@ -5,6 +5,7 @@ import re
 import pytest
 
 from bench import fit_picture
+from shardlite.lab.table import RESULTS, read_rows
 from tests.support.markdown import ROOT, assert_printed, commands
 
 FIT, PLAN = ((ROOT / "docs" / name).read_text() for name in ("fit.md", "plan.md"))
@@ -42,6 +43,14 @@ def test_sentences_have_the_numbers_of_the_tables():
     assert f"{fp32 / bf16:.0f} times as long as in bf16" in FIT
     longer = re.findall(r"(\d{4}\.\d) +\d+\.\d +\d+%", FIT)
     assert f"{float(longer[1]) / float(longer[0]) - 1:.1%} longer" in FIT.replace(" %", "%")
+
+
+def test_the_page_has_the_measured_range():
+    rows = read_rows([RESULTS / f"fit-gpt2-{ranks}ranks.jsonl" for ranks in (2, 4)])
+    found = [row["pss_vs_limit"] for row in rows]
+    assert len(rows) == 6
+    assert all(row["kept"] for row in rows)
+    assert f"between {min(found):.1%} and {max(found):.1%} of the limit" in " ".join(FIT.split()).replace(" %", "%")
 
 
 def test_the_picture_has_the_numbers_of_the_page(tmp_path):

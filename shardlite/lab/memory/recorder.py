@@ -18,7 +18,8 @@ after its imports and the start of the process group:
 |---|---|
 | `made_bytes` | size with the plain model |
 | `wrap_peak_bytes`, `wrapped_bytes` | peak while the model is created and wrapped, and size afterwards |
-| `pss_bytes` | peak of the proportional set size in a step |
+| `pss_bytes` | peak of the proportional set size in a step, of all ranks together |
+| `pss_apart_bytes` | peak of the proportional set size of a rank by itself |
 | `pss_vs_fsdp2` | `pss_bytes` divided by the `pss_bytes` of FSDP2 |
 | `between_bytes` | size between two steps |
 | `pss_purposes` | the result of `memory()` at the moment of `pss_bytes` |
@@ -153,6 +154,7 @@ def _sample_processes(source: Source, system: System, group: dist.ProcessGroup, 
         for _ in range(steps):
             take_step(trainer)
         sizes["pss_bytes"], sizes["between_bytes"] = sampler.sample()
+        sizes["pss_apart_bytes"] = sampler.apart
     sampler.close()
     return trainer, {**sizes, "pss_purposes": account.mean_at(sampler.when, group)}
 
@@ -176,23 +178,25 @@ class _Sampler:
         if group.rank() == 0:
             command = [sys.executable, "-S", "-E", str(Path(__file__).parent / "pss.py"), *map(str, processes)]
             self._program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._start = self.when = 0
+        self._start = self.when = self.apart = 0
         self._start = self.sample()[1]
 
     def sample(self) -> tuple[int, int]:
         """Return the peak since the previous call, and the current size, in bytes.
 
-        The attribute `when` is set to the moment of the peak, in nanoseconds of the monotonic clock.
+        The attribute `when` is set to the moment of the peak, in nanoseconds of the monotonic clock, and `apart` to the
+        mean of the peaks of each rank by itself.
         """
         dist.barrier(self._group)
-        answer = [0, 0, 0]
+        answer = [0] * 4
         if self._program is not None:
             assert self._program.stdin is not None
             assert self._program.stdout is not None
             print(file=self._program.stdin, flush=True)
             answer = [int(word) for word in self._program.stdout.readline().split()]
-        peak, now, self.when = all_gather_json(self._group, answer, "what the processes hold")[0]
-        return peak // self._group.size() - self._start, now // self._group.size() - self._start
+        peak, now, self.when, apart = all_gather_json(self._group, answer, "what the processes hold")[0]
+        peak, now, self.apart = (total // self._group.size() - self._start for total in (peak, now, apart))
+        return peak, now
 
     def close(self) -> None:
         """End the sampling program."""
