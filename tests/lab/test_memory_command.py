@@ -148,7 +148,7 @@ def test_a_broken_model_is_a_row_with_its_error(on_cluster, tmp_path, capsys):
 def test_processes_are_started_and_what_ends_them_is_reported():
     done = run_process("-m", "shardlite", *options("Own", "compact"), "--process", "--steps", "1")
     assert done.status == 0, done.err
-    assert "step, MiB" in done.out
+    assert "step, KiB" in done.out
     assert "2 CPU ranks; malloc returns large blocks to the system" in done.out
     program = Program(module="shardlite", arguments=["memory", "--model", f"{HERE}:NoSuchModel"])
     assert "has no attribute 'NoSuchModel'" in program.measure("ddp", 1)["error"]
