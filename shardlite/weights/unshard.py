@@ -70,9 +70,8 @@ class Gatherer:
                     self.passes.wait(unit)
                 if binds:
                     unit.bind()
-        else:
-            if binds:
-                self.bind(unit)
+        elif binds:
+            self.bind(unit)
         self.follow(unit)
         unit.use()
 
