@@ -130,7 +130,7 @@ def test_a_users_own_model(on_cluster, tmp_path, capsys):
     for row in measured:
         assert 0.99 * row["predicted_least_bytes"] <= row["tensor_bytes"] <= 1.01 * row["predicted_bytes"], row
     assert text.render(measured) in told.out
-    assert "step, MiB" not in told.out
+    assert "step, KiB" not in told.out
     assert "[2/2, 2 ranks] stage3: " in told.err
     assert {path.name for path in plots.iterdir()} == {f"footprint-{HERE}-Own-2ranks.png", f"footprint-{HERE}-Own.png"}
 
